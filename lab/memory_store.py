@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from s3kv.errors import StoreUnranged
 from s3kv.place import Place
@@ -22,20 +22,32 @@ class MemoryStore:
     time.
 
     Every method yields to the loop once before it acts (`begin`) and not afterwards, so it acts
-    atomically, as a real store does. asked: calls by verb, the name of the method.
+    atomically, as a real store does. asked: calls by verb, the name of the method. errors: by verb,
+    what its next calls raise.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,  # noqa: TID251
+        errors: Mapping[str, Sequence[Exception]] | None = None,
+    ) -> None:
         self.traffic = Traffic()
         """Stays empty: nothing is sent."""
         self._clock = clock
         self._objects: dict[str, tuple[bytes, float]] = {}
         self.asked: Counter[str] = Counter()
+        self.errors = {verb: list(raised) for verb, raised in (errors or {}).items()}
 
     async def begin(self, verb: str, key: str) -> None:
         """Called first by every method, with its key or prefix. Subclasses wait or raise here."""
         self.asked[verb] += 1
         await asyncio.sleep(0)
+        if self.errors.get(verb):
+            raise self.errors[verb].pop(0)
+
+    def hold(self, key: str, data: bytes) -> None:
+        """Write an object at once."""
+        self._objects[key] = (data, self._clock())
 
     async def get_into(
         self, key: str, place: Place, claim: Claim | None = None
@@ -125,3 +137,16 @@ class MemoryStore:
     def _info(self, key: str) -> ObjectInfo:
         data, modified_s = self._objects[key]
         return ObjectInfo(key, len(data), modified_s, f'"{hashlib.sha256(data).hexdigest()}"')
+
+
+class Refusing(MemoryStore):
+    """A bucket that refuses every call of one verb whose key contains `part`."""
+
+    def __init__(self, verb: str, error: Exception, part: str = "") -> None:
+        super().__init__(clock=lambda: 0.0)
+        self._verb, self.error, self._part = verb, error, part
+
+    async def begin(self, verb: str, key: str) -> None:
+        await super().begin(verb, key)
+        if verb == self._verb and self._part in key:
+            raise self.error

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from lab import constants
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
@@ -53,6 +54,12 @@ def sealed(number: int) -> bytes:
     data = bytearray(FORMAT.header_bytes) + payload(number)
     FORMAT.seal(Place.of(data, FORMAT.header_bytes), chunk(number).block_hash)
     return bytes(data)
+
+
+def hold(bucket: MemoryStore, *numbers: int) -> None:
+    """Put the objects of chunks into a bucket."""
+    for number in numbers:
+        bucket.hold(object_key(number), sealed(number))
 
 
 def slot(slab: Slab, index: int) -> memoryview:
@@ -144,3 +151,13 @@ async def served(
         finally:
             worker.hang_up()
             await asyncio.wait_for(asyncio.wait([serving]), 5)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    store: ObjectStore, slab: Slab, **how: Any
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    """The same, once it has tried the bucket `store`."""
+    async with served(lambda _: store, slab, **how) as (worker, task):
+        await worker.ready()
+        yield worker, task

@@ -15,12 +15,10 @@ from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects import keys
-from s3kv.place import Place
 from s3kv.types import Outcome
 from s3kv.upkeep import cleaner as cleaning
 from s3kv.upkeep import costs, housekeeping, refreshing
 from tests.unit.io import rig
-from tests.unit.io.rig import served
 
 EPOCH_S = 1e9
 MIN_AGE_S = 60.0
@@ -37,20 +35,20 @@ def with_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Bucket(MemoryStore):
-    """Answers reads of the manifest as told: `errors` are the next ones, and None is no answer."""
+    """Answers reads of the manifest as told: `answers` are the next ones, and None is no answer."""
 
-    def __init__(self, *errors: Exception | None) -> None:
+    def __init__(self, *answers: Exception | None) -> None:
         super().__init__()
-        self.errors = list(errors)
+        self.answers = list(answers)
         self.read, self.written = asyncio.Event(), asyncio.Event()
 
     async def begin(self, verb: str, key: str) -> None:
         await super().begin(verb, key)
         if verb == "put":
             self.written.set()
-        if (verb, key) == ("get_into", rig.NAMESPACE.manifest) and self.errors:
+        if (verb, key) == ("get_into", rig.NAMESPACE.manifest) and self.answers:
             self.read.set()
-            error = self.errors.pop(0)
+            error = self.answers.pop(0)
             if error is not None:
                 raise error
             await asyncio.Event().wait()
@@ -71,8 +69,7 @@ async def test_nobody_waits_for_it(
 ) -> None:
     """What befalls it is said, a defect is counted, and jobs are served."""
     store = Bucket(error)
-    async with served(lambda _: store, slab) as (worker, serving):
-        await worker.ready()
+    async with rig.serving(store, slab) as (worker, serving):
         await store.read.wait()
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1))
@@ -91,8 +88,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
     monkeypatch.setattr("s3kv.upkeep.housekeeping._INTRODUCTION_PAUSE_S", 0.01)
     store = Bucket(*[StoreUnavailable("refused")] * 5)
     caplog.set_level(logging.INFO, "s3kv.io")
-    async with served(lambda _: store, slab, max_attempts=1) as (worker, _):
-        await worker.ready()
+    async with rig.serving(store, slab, max_attempts=1):
         await store.written.wait()
         while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
             await asyncio.sleep(0.001)
@@ -110,12 +106,11 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
     time_s = EPOCH_S
     for number in range(8):
         time_s += MIN_AGE_S
-        await bucket.put(rig.object_key(number), Place.of(rig.sealed(number)), if_absent=False)
+        rig.hold(bucket, number)
     time_s += 2 * MIN_AGE_S
     oldest_left = rig.object_key(2)
     budget = 7 * rig.FORMAT.object_bytes
-    async with served(lambda _: bucket, slab, bucket_bytes=budget) as (worker, _):
-        await worker.ready()
+    async with rig.serving(bucket, slab, bucket_bytes=budget) as (worker, _):
         await counted(worker, "io_cleaner_sweeps")
         left = {key for key in bucket._objects if keys.parse(key)}
         assert left == {rig.object_key(number) for number in range(2, 8)}
@@ -145,8 +140,7 @@ async def test_a_process_warns_of_a_bucket_without_a_bound(
     monkeypatch.setattr(costs, "GROWTH_KNOWN_S", 0.01)
     store = MemoryStore(lambda: EPOCH_S)
     store.traffic.sent_bytes = 2**30
-    async with served(lambda _: store, slab, **settings) as (worker, _):
-        await worker.ready()
+    async with rig.serving(store, slab, **settings):
         while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
             await asyncio.sleep(0.002)
         for _ in range(50):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -35,10 +34,6 @@ class Bucket(MemoryStore):
     def __init__(self) -> None:
         self.now_s = 1e9
         super().__init__(lambda: self.now_s)
-        self.error: StoreError | None = None
-        """Of each copy."""
-        self.looks: list[StoreError] = []
-        """Of the next HEADs."""
         self.hangs = False
         """Whether copies and HEADs get no answer."""
 
@@ -46,14 +41,6 @@ class Bucket(MemoryStore):
         await super().begin(verb, key)
         if self.hangs and verb in ("refresh", "head"):
             await asyncio.Event().wait()
-        if verb == "refresh" and self.error is not None:
-            raise self.error
-        if verb == "head" and self.looks:
-            raise self.looks.pop(0)
-
-    async def fill(self, *numbers: int) -> None:
-        for number in numbers:
-            await self.put(rig.object_key(number), Place.of(rig.sealed(number)), if_absent=False)
 
     def ages(self) -> dict[str, float]:
         return {key: self.now_s - modified_s for key, (_, modified_s) in self._objects.items()}
@@ -107,9 +94,9 @@ def test_the_probability_rises_from_none_to_certainty() -> None:
 
 async def test_only_what_is_old_is_written_anew() -> None:
     bucket = Bucket()
-    await bucket.fill(1, 2)
+    rig.hold(bucket, 1, 2)
     bucket.now_s += CERTAIN_AT * AFTER_S
-    await bucket.fill(2)
+    rig.hold(bucket, 2)
     refresher, pauses = make(bucket)
     for number in (1, 2):
         refresher.hit(await read(bucket, number))
@@ -124,7 +111,7 @@ async def test_only_what_is_old_is_written_anew() -> None:
 async def test_of_many_replicas_one_writes() -> None:
     """An object whose age is not told is left alone."""
     bucket = Bucket()
-    await bucket.fill(1, 2)
+    rig.hold(bucket, 1, 2)
     bucket.now_s += 2 * AFTER_S
     replicas = [make(bucket)[0] for _ in range(20)]
     for replica in replicas:
@@ -138,7 +125,7 @@ async def test_of_many_replicas_one_writes() -> None:
 @pytest.mark.parametrize(("age", "copies"), [(0.5, 0), (2.0, 1)])
 async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int) -> None:
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     bucket.now_s += age * AFTER_S
     refresher, _ = make(bucket)
     refresher.exists(rig.object_key(1))
@@ -150,7 +137,7 @@ async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int)
 
 async def test_nothing_is_asked_while_jobs_wait() -> None:
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
     refresher, _ = make(bucket, is_idle=False)
     refresher.hit(await read(bucket, 1))
@@ -183,9 +170,9 @@ async def test_a_store_that_refuses_is_left_alone_for_a_while(
     error: StoreError, pause_s: float, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket = Bucket()
-    await bucket.fill(*range(5))
+    rig.hold(bucket, *range(5))
     bucket.now_s += 2 * AFTER_S
-    bucket.error = error
+    bucket.errors["refresh"] = [error] * 3
     refresher, pauses = make(bucket)
     for _ in range(3):
         for number in range(5):
@@ -194,7 +181,6 @@ async def test_a_store_that_refuses_is_left_alone_for_a_while(
     assert (refresher.done, refresher.failed, refresher.skipped) == (0, 3, 12)
     assert pauses.taken.count(pause_s) == 3
     assert sum(str(error) in message for message in caplog.messages) == said
-    bucket.error = None
     refresher.hit(await read(bucket, 0))
     await settle(bucket, refresher)
     assert refresher.done == 1
@@ -262,9 +248,9 @@ def test_the_rule_of_the_settings(settings: dict[str, Any], after_s: float) -> N
 
 async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
     bucket = Bucket()
-    await bucket.fill(1, 2)
+    rig.hold(bucket, 1, 2)
     bucket.now_s += 2 * AFTER_S
-    await bucket.fill(2)
+    rig.hold(bucket, 2)
     refresher, _ = make(bucket)
     answers: Answers = []
     for number in (1, 2, 3):
@@ -285,7 +271,7 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
 ) -> None:
     """All have it in memory, and use it all the time."""
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     rng = random.Random(count)
     replicas = []
     for _ in range(count):
@@ -331,8 +317,8 @@ async def test_what_cannot_be_looked_at_is_answered_all_the_same() -> None:
 
 async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
     bucket = Bucket()
-    await bucket.fill(1)
-    bucket.looks = [StoreUnavailable("500"), StoreDenied("403")]
+    rig.hold(bucket, 1)
+    bucket.errors["head"] = [StoreUnavailable("500"), StoreDenied("403")]
     refresher, _ = make(bucket)
     answers: Answers = []
     for _ in range(3):
@@ -363,13 +349,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
 
 
-@contextlib.asynccontextmanager
-async def serving(bucket: Bucket, slab: Slab, **settings: Any) -> AsyncIterator[rig.Worker]:
-    async with served(lambda _: bucket, slab, **settings) as (worker, _):
-        await worker.ready()
-        yield worker
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 nothing announces it
         await asyncio.sleep(0.002)
@@ -389,10 +368,10 @@ async def refreshed(worker: rig.Worker, count: int) -> wire.Stats:
 async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -> None:
     """And nothing that does not verify."""
     bucket = Bucket()
-    await bucket.fill(1, 2, 3)
+    rig.hold(bucket, 1, 2, 3)
     await bucket.put(rig.object_key(4), Place.of(b"bad" * 1000), if_absent=True)
     bucket.now_s += 2 * AFTER_S
-    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
+    async with rig.serving(bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(4))
         assert (await worker.done(1))[4].outcome is Outcome.CORRUPT
         rig.fill(slab, 2, 2)
@@ -407,10 +386,10 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -
 
 async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
-    bucket.error = StoreUnavailable("503")
-    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
+    bucket.errors["refresh"] = [StoreUnavailable("503")]
+    async with rig.serving(bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
         stats = await told(worker, lambda stats: stats.counters["io_refresh_failed"] == 1)
@@ -427,7 +406,7 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(
     slab: Slab, settings: dict[str, Any]
 ) -> None:
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, **settings) as (worker, _):
         worker.say(use(1), use(2), BucketJob(3, JobKind.USE, ChunkKey(0, b"")))
@@ -450,7 +429,7 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(
 async def test_a_shutdown_answers_the_uses_that_wait(slab: Slab) -> None:
     bucket = Bucket()
     bucket.hangs = True
-    async with serving(bucket, slab) as worker:
+    async with rig.serving(bucket, slab) as (worker, _):
         worker.say(use(1), use(2))
         await until(lambda: bucket.asked["head"] > 0)
         worker.say(wire.Drain(5.0))
@@ -461,10 +440,10 @@ async def test_a_shutdown_answers_the_uses_that_wait(slab: Slab) -> None:
 
 async def test_a_shutdown_does_not_wait_for_copies(slab: Slab) -> None:
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
     bucket.hangs = True
-    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
+    async with rig.serving(bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
         await worker.done(1)
         await until(lambda: bucket.asked["refresh"] > 0)
@@ -484,11 +463,11 @@ async def test_where_it_is_off_nothing_is_copied(
 ) -> None:
     caplog.set_level(logging.WARNING)
     bucket = Bucket()
-    await bucket.fill(1)
+    rig.hold(bucket, 1)
     bucket.now_s += 1e9
     config = rig.Config(**{"bucket": "bkt", **settings})
     greeting = rig.handshake(config)
-    async with serving(bucket, slab, greeting=greeting) as worker:
+    async with rig.serving(bucket, slab, greeting=greeting) as (worker, _):
         worker.say(rig.fetch(1))
         await worker.done(1)
         await asyncio.sleep(0.05)
@@ -500,7 +479,7 @@ async def test_the_manifest_stays_as_young_as_the_chunks(slab: Slab) -> None:
     bucket = Bucket()
     greeting = rig.handshake(rig.Config(bucket="bkt", refresh_after_s=0.01))
     named = msgspec.structs.replace(greeting, manifest=b"{}")
-    async with serving(bucket, slab, greeting=named) as worker:
+    async with rig.serving(bucket, slab, greeting=named) as (worker, _):
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)
         bucket.now_s += 100
         await refreshed(worker, 1)

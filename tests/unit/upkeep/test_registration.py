@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lab.memory_store import MemoryStore
-from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from lab.memory_store import MemoryStore, Refusing
+from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.place import Place
@@ -86,26 +86,13 @@ async def test_many_differences_are_cut_short() -> None:
     assert len(said) < 2_000
 
 
-class Refusing(MemoryStore):
-    """Takes no object whose key has this in it."""
-
-    def __init__(self, part: str, error: StoreError) -> None:
-        super().__init__()
-        self._part, self._error = part, error
-
-    async def begin(self, verb: str, key: str) -> None:
-        await super().begin(verb, key)
-        if verb == "put" and self._part in key:
-            raise self._error
-
-
 async def test_a_bucket_that_may_only_be_read_or_is_full() -> None:
-    store = Refusing("", StoreDenied("s3:PutObject"))
+    store = Refusing("put", StoreDenied("s3:PutObject"))
     assert "is new (it has no manifest: writing one was denied)" in await meet(store, BASE)
     namespace, manifest = place(BASE)
-    store._objects[namespace.manifest] = (manifest, 0.0)
+    store.hold(namespace.manifest, manifest)
     assert "is known" in await meet(store, BASE)
-    full = Refusing("/shapes/", StoreUnavailable("507 disk full"))
+    full = Refusing("put", StoreUnavailable("507 disk full"), "/shapes/")
     said = await introduce(full, Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
     assert f"{namespace.root} is new" in said
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab.memory_store import MemoryStore
+from lab.memory_store import MemoryStore, Refusing
 from s3kv.cli.doctor.bucket import BucketExamination
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
@@ -45,19 +45,6 @@ def test_read_only_writes_nothing(run: Run, boto: Any) -> None:
 def test_no_bandwidth_if_none_is_wanted(run: Run) -> None:
     found = findings(run("doctor", *SMALL, "--bandwidth", "0"))
     assert found["bandwidth"]["detail"] == "not checked with --bandwidth 0"
-
-
-class Faulty(MemoryStore):
-    """Calls of one method fail, if their key ends so."""
-
-    def __init__(self, verb: str, error: StoreError, ending: str = "") -> None:
-        super().__init__(clock=lambda: 0.0)
-        self._verb, self.error, self._ending = verb, error, ending
-
-    async def begin(self, verb: str, key: str) -> None:
-        await super().begin(verb, key)
-        if verb == self._verb and key.endswith(self._ending):
-            raise self.error
 
 
 async def examined(
@@ -104,7 +91,7 @@ def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: 
 
 
 async def test_an_object_of_a_trial_is_named_if_it_cannot_be_deleted() -> None:
-    class Demanding(Faulty):
+    class Demanding(Refusing):
         async def begin(self, verb: str, key: str) -> None:
             if verb == "put" and not opened[-1].put_headers:
                 raise self.error
@@ -124,7 +111,7 @@ async def test_an_object_of_a_trial_is_named_if_it_cannot_be_deleted() -> None:
     ],
 )
 async def test_a_store_that_copies_nothing(error: StoreError, remedy: str) -> None:
-    found = await examined(Faulty("refresh", error), refresh_after_s=86_400.0)
+    found = await examined(Refusing("refresh", error), refresh_after_s=86_400.0)
     assert found["refresh"].status == "warning"
     assert remedy in found["refresh"].remedy
 
@@ -166,7 +153,7 @@ DENIED = StoreDenied("denied: s3:DeleteObject")
 async def test_a_bound_that_cannot_be_kept_is_named(
     settings: dict[str, Any], said: str | None
 ) -> None:
-    delete = (await examined(Faulty("delete", DENIED), **settings))["delete"]
+    delete = (await examined(Refusing("delete", DENIED), **settings))["delete"]
     assert delete.status == "warning"
     assert "s3:DeleteObject" in delete.remedy
     if said is None:
@@ -178,7 +165,7 @@ async def test_a_bound_that_cannot_be_kept_is_named(
 
 
 async def test_an_object_that_cannot_be_deleted_after_all_is_named() -> None:
-    found = await examined(Faulty("delete", StoreUnavailable("gone to lunch"), "-large"))
+    found = await examined(Refusing("delete", StoreUnavailable("gone to lunch"), "-large"))
     assert found["bandwidth"].status == "warning"
     assert "s3kv/doctor/1-large is left behind" in found["bandwidth"].detail
 
@@ -237,7 +224,7 @@ async def test_the_other_addressing_is_tried(style: str) -> None:
 
 
 async def test_a_directory_bucket_needs_a_session() -> None:
-    store = Faulty("check", StoreDenied("no session", code="AccessDenied"))
+    store = Refusing("check", StoreDenied("no session", code="AccessDenied"))
     found = await examined(store, bucket="bkt--use1-az4--x-s3", read_only=True)
     assert "allow s3express:CreateSession on arn:aws:s3express:" in found["list"].remedy
 

@@ -67,32 +67,6 @@ class GatedStore(MemoryStore):
         self.closed = True
 
 
-class FailingStore(MemoryStore):
-    """Raises what `errors` holds, one per call, and then works."""
-
-    def __init__(self, *errors: Exception) -> None:
-        super().__init__()
-        self.errors = list(errors)
-
-    def _fail(self) -> None:
-        if self.errors:
-            raise self.errors.pop(0)
-
-    async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
-    ) -> ObjectInfo | None:
-        self._fail()
-        return await super().get_into(key, place, claim)
-
-    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        self._fail()
-        return await super().put(key, place, if_absent=if_absent)
-
-    async def check(self, prefix: str | None = None) -> bool:
-        self._fail()
-        return False
-
-
 async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
     slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,8 +79,7 @@ async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
         prefault(self, stop)
 
     monkeypatch.setattr(Slab, "prefault", watched)
-    async with served(lambda _: MemoryStore(), slab) as (worker, serving):
-        await worker.ready()
+    async with rig.serving(MemoryStore(), slab) as (worker, serving):
         worker.hang_up()
         await serving
     assert log == ["ask", "prefault"]
@@ -114,7 +87,9 @@ async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
 
 @pytest.mark.parametrize("words", ["no file /tmp/\udcff", "\U0001f600" * 1000])
 async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> None:
-    store = FailingStore(StoreUnavailable(words), StoreError(words))
+    store = MemoryStore(
+        errors={"check": [StoreUnavailable(words)], "get_into": [StoreError(words)]}
+    )
     settings = {"on_unavailable": "serve", "max_attempts": 1}
     async with served(lambda _: store, slab, **settings) as (worker, _):
         answer = await worker.hear()
@@ -128,8 +103,7 @@ async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> Non
 
 async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
     store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=8) as (worker, _):
-        await worker.ready()
+    async with rig.serving(store, slab, max_inflight_requests=8) as (worker, _):
         worker.say(*(rig.upload(i) for i in range(5)))
         assert (await worker.settled()).running == 1
         worker.say(wire.Drain(60.0))
@@ -140,8 +114,7 @@ async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
 
 async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
     store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
-        await worker.ready()
+    async with rig.serving(store, slab, max_inflight_requests=1) as (worker, _):
         worker.say(rig.fetch(1), rig.fetch(2), wire.Cancel(2))
         assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
         assert len(store.begun) == 1
@@ -149,8 +122,7 @@ async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
 
 async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -> None:
     store = GatedStore()
-    async with served(lambda _: store, slab) as (worker, _):
-        await worker.ready()
+    async with rig.serving(store, slab) as (worker, _):
         store.unwound.clear()
         worker.say(rig.fetch(1), rig.fetch(2))
         await worker.settled()
@@ -169,8 +141,7 @@ async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -
 
 async def test_a_job_cancelled_in_the_same_breath_ends_once(slab: Slab) -> None:
     """A task cancelled before its first step never runs a line of its coroutine."""
-    async with served(lambda _: MemoryStore(), slab) as (worker, _):
-        await worker.ready()
+    async with rig.serving(MemoryStore(), slab) as (worker, _):
         for i in range(50):
             worker.say(rig.fetch(i), wire.Cancel(i), wire.Cancel(i))
         ends = await worker.done(50)
@@ -195,10 +166,8 @@ async def test_a_job_cancelled_in_the_same_breath_ends_once(slab: Slab) -> None:
 async def test_errors_become_outcomes(
     slab: Slab, errors: list[Exception], outcome: Outcome, retries: int
 ) -> None:
-    store = FailingStore()
-    async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
-        await worker.ready()
-        store.errors = list(errors)
+    store = MemoryStore(errors={"get_into": errors})
+    async with rig.serving(store, slab, max_attempts=3) as (worker, _):
         worker.say(rig.fetch(1))
         end = (await worker.done(1))[1]
         stats = await worker.settled()
@@ -224,8 +193,7 @@ async def test_errors_become_outcomes(
     ],
 )
 async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Down) -> None:
-    async with served(lambda _: MemoryStore(), slab) as (worker, _):
-        await worker.ready()
+    async with rig.serving(MemoryStore(), slab) as (worker, _):
         worker.say(message)
         end = (await worker.done(1))[1]
         assert end.outcome is Outcome.INVALID
@@ -238,8 +206,7 @@ async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Do
 async def test_a_worker_out_of_order_ends_the_process(
     slab: Slab, messages: list[wire.Down]
 ) -> None:
-    async with served(lambda _: GatedStore(), slab) as (worker, serving):
-        await worker.ready()
+    async with rig.serving(GatedStore(), slab) as (worker, serving):
         worker.say(*messages)
         with pytest.raises(wire.WireError):
             await serving
@@ -258,7 +225,7 @@ async def test_a_bucket_in_trouble_ends_the_process_unless_told_to_serve(
     slab: Slab, error: StoreError, trouble: wire.Trouble, serves: bool
 ) -> None:
     settings = {"max_attempts": 1, "on_unavailable": "serve"} if serves else {"max_attempts": 2}
-    store = FailingStore(*[error] * (1 if serves else 9))
+    store = MemoryStore(errors={"check": [error] * (1 if serves else 9)})
     async with served(lambda _: store, slab, **settings) as (worker, serving):
         worker.say(rig.fetch(1))
         assert await worker.hear() == wire.Ready(serves, trouble, str(error))
@@ -289,7 +256,7 @@ async def test_a_store_that_cannot_be_made_names_the_setting(slab: Slab) -> None
 
 
 async def test_a_defect_at_start_is_told(slab: Slab) -> None:
-    store = FailingStore(ZeroDivisionError("oops"))
+    store = MemoryStore(errors={"check": [ZeroDivisionError("oops")]})
     async with served(lambda _: store, slab, on_unavailable="serve") as (worker, serving):
         assert await worker.hear() == wire.Ready(False, "defect", "ZeroDivisionError('oops')")
         await serving
@@ -308,8 +275,7 @@ async def test_a_bucket_that_never_answers_is_given_up(slab: Slab) -> None:
 
 async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
     store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=2) as (worker, serving):
-        await worker.ready()
+    async with rig.serving(store, slab, max_inflight_requests=2) as (worker, serving):
         worker.say(rig.fetch(1), rig.fetch(2), rig.fetch(3))
         await worker.settled()
         worker.hang_up()
@@ -321,8 +287,7 @@ async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
 
 async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None:
     store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
-        await worker.ready()
+    async with rig.serving(store, slab, max_inflight_requests=4) as (worker, _):
         for i in range(5):
             rig.fill(slab, i, number=i)
         worker.say(*(rig.upload(i) for i in range(5)), *(rig.fetch(i) for i in range(5, 10)))
@@ -340,10 +305,8 @@ async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None
 @pytest.mark.parametrize("drain", [True, False])
 async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) -> None:
     """Otherwise the planner does, which is gone by then."""
-    store = FailingStore()
-    async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
-        await worker.ready()
-        store.errors = [StoreUnavailable("away")] * 2
+    store = MemoryStore(errors={"put": [StoreUnavailable("away")] * 2})
+    async with rig.serving(store, slab, max_attempts=3) as (worker, _):
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
         end = (await worker.done(1))[1]
@@ -352,8 +315,7 @@ async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) 
 
 async def test_a_drain_goes_on_when_the_worker_is_gone(slab: Slab) -> None:
     store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, serving):
-        await worker.ready()
+    async with rig.serving(store, slab, max_inflight_requests=1) as (worker, serving):
         for i in range(3):
             rig.fill(slab, i, number=i)
         worker.say(*(rig.upload(i) for i in range(3)), wire.Drain(30.0))

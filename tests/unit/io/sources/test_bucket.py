@@ -30,7 +30,7 @@ from s3kv.types import ItemShape, Outcome, TensorSpec
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from tests import servers
 from tests.unit.io import rig
-from tests.unit.io.rig import Worker, served
+from tests.unit.io.rig import Worker
 
 KEY = rig.object_key(1)
 GOOD = rig.sealed(1)
@@ -45,9 +45,6 @@ class Bucket(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.lies: list[bytes] = []
-
-    def hold(self, data: bytes) -> None:
-        self._objects[KEY] = (data, 0.0)
 
     def held(self) -> bytes | None:
         return self._objects[KEY][0] if KEY in self._objects else None
@@ -75,8 +72,7 @@ def bucket() -> Bucket:
 
 @pytest.fixture
 async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
-    async with served(lambda _: bucket, slab) as (worker, _):
-        await worker.ready()
+    async with rig.serving(bucket, slab) as (worker, _):
         yield worker
 
 
@@ -163,7 +159,7 @@ def test_every_reason_is_tried() -> None:
 async def test_a_bad_object_is_a_miss_with_its_reason_and_not_read_again(
     worker: Worker, bucket: Bucket, reason: str
 ) -> None:
-    bucket.hold(BAD_OBJECTS[reason])
+    bucket.hold(KEY, BAD_OBJECTS[reason])
     end = await fetch(worker)
     assert (end.outcome, end.nbytes, end.reason) == (Outcome.CORRUPT, 0, reason)
     assert KEY in end.detail
@@ -178,7 +174,7 @@ async def test_a_bad_object_is_a_miss_with_its_reason_and_not_read_again(
 async def test_the_next_upload_replaces_it(
     worker: Worker, bucket: Bucket, slab: Slab, reason: str
 ) -> None:
-    bucket.hold(BAD_OBJECTS[reason])
+    bucket.hold(KEY, BAD_OBJECTS[reason])
     await fetch(worker)
     assert await upload(worker, slab) is Outcome.OK
     assert (await fetch(worker)).outcome is Outcome.OK
@@ -189,7 +185,7 @@ async def test_the_next_upload_replaces_it(
 async def test_a_good_reading_after_a_while_clears_it(
     worker: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.hold(GOOD)
+    bucket.hold(KEY, GOOD)
     bucket.lies = [BAD]
     assert (await fetch(worker)).outcome is Outcome.CORRUPT
     now_s = source.now_s
@@ -208,5 +204,5 @@ async def test_one_that_is_gone_is_written_as_a_new_one(
     now_s = source.now_s
     monkeypatch.setattr(source, "now_s", lambda: now_s() + BARRED_S)
     assert (await fetch(worker)).reason == ""
-    bucket.hold(GOOD)
+    bucket.hold(KEY, GOOD)
     assert await upload(worker, slab) is Outcome.EXISTS

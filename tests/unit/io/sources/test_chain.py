@@ -20,7 +20,7 @@ from s3kv.messages import JobEnd, JobKind
 from s3kv.place import Place
 from s3kv.types import Outcome
 from tests.unit.io import rig
-from tests.unit.io.rig import Worker, served
+from tests.unit.io.rig import Worker
 
 JOB = TransferJob(7, JobKind.FETCH, "key", b"hash", rig.FORMAT, Place.of(b""))
 ABSENT, HIT = JOB.end(Outcome.MISSING), JOB.end(Outcome.OK)
@@ -86,9 +86,6 @@ class Bucket(MemoryStore):
         if verb == "get_into":
             await self.answers.wait()
 
-    def hold(self, number: int) -> None:
-        self._objects[rig.object_key(number)] = (rig.sealed(number), 0.0)
-
 
 @pytest.fixture
 def slab() -> Iterator[Slab]:
@@ -105,8 +102,7 @@ async def bucket() -> Bucket:
 
 @pytest.fixture
 async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
-    async with served(lambda _: bucket, slab) as (worker, _):
-        await worker.ready()
+    async with rig.serving(bucket, slab) as (worker, _):
         yield worker
 
 
@@ -115,7 +111,7 @@ async def test_an_upload_waits_for_the_fetch_of_its_object(
     worker: Worker, bucket: Bucket, *, holds: bool
 ) -> None:
     if holds:
-        bucket.hold(1)
+        rig.hold(bucket, 1)
     worker.say(FETCH, UPLOAD)
     await worker.settled()
     assert (bucket.asked["get_into"], bucket.asked["put"]) == (1, 0)
@@ -137,7 +133,7 @@ async def test_an_upload_does_not_wait_for_a_fetch_that_is_given_up(
 
 
 async def test_what_a_fetch_has_just_found_is_not_sent_once(worker: Worker, bucket: Bucket) -> None:
-    bucket.hold(1)
+    rig.hold(bucket, 1)
     bucket.answers.set()
     worker.say(FETCH)
     assert (await worker.done(1))[3].outcome is Outcome.OK
@@ -151,7 +147,7 @@ async def test_what_was_found_long_ago_may_be_gone(
     worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "_FOUND_S", 0.0)
-    bucket.hold(1)
+    rig.hold(bucket, 1)
     bucket.answers.set()
     worker.say(FETCH)
     await worker.done(1)
@@ -166,7 +162,7 @@ async def test_few_finds_are_remembered(
     monkeypatch.setattr(chain, "_FOUND_KEYS", 1)
     bucket.answers.set()
     for number in (1, 2):
-        bucket.hold(number)
+        rig.hold(bucket, number)
         worker.say(rig.fetch(3, number=number))
         await worker.done(1)
     worker.say(UPLOAD)

@@ -26,7 +26,8 @@ from s3kv.objects.shards import Shard
 from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey, Outcome, TensorSpec
-from tests.unit.io.rig import Worker, served
+from tests.unit.io import rig
+from tests.unit.io.rig import Worker
 
 NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
 HEADS, LAYERS, BLOCKS, TOKENS, CONTENT = 4, 2, 2, 32, 16
@@ -75,7 +76,7 @@ def key(shard: Shard, block_hash: bytes = BLOCK_HASH) -> str:
 
 
 class Bucket(MemoryStore):
-    """Counts reads, by shard also the most at once. errors: of each key, the next answers.
+    """Counts reads, by shard also the most at once. failures: of each key, the next answers.
     gates: reads of these shards wait for them. waits: one does."""
 
     def __init__(self) -> None:
@@ -83,13 +84,12 @@ class Bucket(MemoryStore):
         self.running: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
-        self.listings: list[Exception] = []
-        self.errors: dict[str, list[Exception]] = {}
+        self.failures: dict[str, list[Exception]] = {}
         self.gates = {HALVES[0].name: asyncio.Event()}
         self.gates[HALVES[0].name].set()
         self.waits = asyncio.Event()
 
-    async def hold(self, *shards: Shard, marked: bool = True, **kind: Any) -> None:
+    async def store(self, *shards: Shard, marked: bool = True, **kind: Any) -> None:
         for shard in shards:
             await self.put(key(shard), Place.of(stored(shard, **kind)), if_absent=False)
             if marked:
@@ -109,16 +109,11 @@ class Bucket(MemoryStore):
             if shard in self.gates and not self.gates[shard].is_set():
                 self.waits.set()
                 await self.gates[shard].wait()
-            if self.errors.get(key):
-                raise self.errors[key].pop(0)
+            if self.failures.get(key):
+                raise self.failures[key].pop(0)
             return await super().get_into(key, place, claim)
         finally:
             self.running[shard] -= 1
-
-    async def begin(self, verb: str, key: str) -> None:
-        await super().begin(verb, key)
-        if verb == "list" and self.listings:
-            raise self.listings.pop(0)
 
 
 @pytest.fixture
@@ -179,8 +174,7 @@ async def reading(
         integrity=integrity,
         pages=pages,
     )
-    async with served(lambda _: bucket, slab, greeting=handshake, **others) as (worker, _):
-        await worker.ready()
+    async with rig.serving(bucket, slab, greeting=handshake, **others) as (worker, _):
         yield Reader(worker, slab, shard, integrity)
         assert (await worker.settled()).running == 0, "a place has not been given back"
 
@@ -200,7 +194,7 @@ SIZES = [
 async def test_it_is_put_together_of_what_others_have_stored(
     bucket: Bucket, slab: Slab, shard: Shard, others: list[Shard], range_bytes: int
 ) -> None:
-    await bucket.hold(*others)
+    await bucket.store(*others)
     for name in ("whole", "h0-9of4-l0-1of2", "zz", "h0-0of9-l0-0of1"):  # no shards of this
         await bucket.put(f"{NAMESPACE.shapes}{name}", Place.of(b""), if_absent=False)
     async with reading(bucket, slab, shard, range_bytes=range_bytes) as reader:
@@ -220,7 +214,7 @@ async def test_it_is_put_together_of_what_others_have_stored(
 async def test_its_own_object_comes_first(
     bucket: Bucket, slab: Slab, held: tuple[Shard, ...], pages: Pages | None, outcome: Outcome
 ) -> None:
-    await bucket.hold(*held)
+    await bucket.store(*held)
     async with reading(bucket, slab, HALVES[0], pages=pages) as reader:
         assert (await reader.fetch()).outcome is outcome
     assert bucket.reads == {key(HALVES[0]): 1}
@@ -244,7 +238,7 @@ async def test_where_all_ranks_are_of_one_size_a_miss_costs_no_second_request(
 
 
 async def test_what_is_there_in_part_is_a_miss(bucket: Bucket, slab: Slab) -> None:
-    await bucket.hold(HALVES[0])
+    await bucket.store(HALVES[0])
     await bucket.mark(HALVES[1])
     async with reading(bucket, slab, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.MISSING
@@ -253,7 +247,7 @@ async def test_what_is_there_in_part_is_a_miss(bucket: Bucket, slab: Slab) -> No
 
 async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab) -> None:
     await bucket.mark(WHOLE)
-    await bucket.hold(*QUARTERS)
+    await bucket.store(*QUARTERS)
     async with reading(bucket, slab, HALVES[0]) as reader:
         assert (await reader.fetch()).outcome is Outcome.OK
         assert bytes(reader.slot(0)) == stored(HALVES[0])
@@ -275,7 +269,7 @@ async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab)
 async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(
     bucket: Bucket, slab: Slab, bad: Any
 ) -> None:
-    await bucket.hold(*HALVES)
+    await bucket.store(*HALVES)
     data = bad(stored(HALVES[1]))
     await bucket.put(key(HALVES[1]), Place.of(data), if_absent=False)
     async with reading(bucket, slab, WHOLE) as reader:
@@ -290,7 +284,7 @@ async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket, sl
     """Also one sealed with another key."""
     keyed = Integrity("blake3-keyed", b"k" * 32)
     async with reading(bucket, slab, QUARTERS[0], integrity=keyed) as reader:
-        await bucket.hold(WHOLE, integrity=keyed)
+        await bucket.store(WHOLE, integrity=keyed)
         assert (await reader.fetch()).outcome is Outcome.OK
         assert bytes(reader.slot(0)) == stored(QUARTERS[0], integrity=keyed)
         forged = stored(WHOLE, integrity=Integrity("blake3-keyed", b"x" * 32))
@@ -304,8 +298,8 @@ async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket, sl
 
 
 async def test_an_outage_is_a_failure_and_no_miss(bucket: Bucket, slab: Slab) -> None:
-    await bucket.hold(*HALVES)
-    bucket.errors[key(HALVES[1])] = [StoreUnavailable("down") for _ in range(3)]
+    await bucket.store(*HALVES)
+    bucket.failures[key(HALVES[1])] = [StoreUnavailable("down") for _ in range(3)]
     async with reading(bucket, slab, WHOLE, max_attempts=3) as reader:
         assert (await reader.fetch()).outcome is Outcome.FAILED
         assert reader.is_untouched()
@@ -315,8 +309,8 @@ async def test_an_outage_is_a_failure_and_no_miss(bucket: Bucket, slab: Slab) ->
 async def test_shapes_that_cannot_be_listed_are_none_for_a_while(
     bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await bucket.hold(*HALVES)
-    bucket.listings = [StoreDenied("no"), StoreUnavailable("down")]
+    await bucket.store(*HALVES)
+    bucket.errors["list"] = [StoreDenied("no"), StoreUnavailable("down")]
     monkeypatch.setattr(other_shards, "LOOK_AFTER_ERROR_S", 0.0)
     async with reading(bucket, slab, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.MISSING
@@ -329,7 +323,7 @@ async def test_a_fleet_that_begins_later_is_noticed(
 ) -> None:
     async with reading(bucket, slab, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.MISSING
-        await bucket.hold(*HALVES)
+        await bucket.store(*HALVES)
         assert (await reader.fetch()).outcome is Outcome.MISSING
     monkeypatch.setattr(other_shards, "LOOK_AGAIN_S", 0.0)
     async with reading(bucket, slab, QUARTERS[0]) as reader:
@@ -341,7 +335,7 @@ async def test_a_fleet_that_begins_later_is_noticed(
 
 
 async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket, slab: Slab) -> None:
-    await bucket.hold(*HALVES)
+    await bucket.store(*HALVES)
     async with reading(bucket, slab, WHOLE) as reader:
         assert (await reader.fetch(1, OTHER_HASH)).outcome is Outcome.MISSING  # shapes are known
         bucket.gates[HALVES[0].name].clear()
@@ -361,7 +355,7 @@ async def test_few_are_put_together_at_once(
     """Each takes memory beside the slab; the others wait."""
     cover_bytes = sum(len(stored(half)) for half in HALVES)
     monkeypatch.setattr(staging, "MOST_BYTES", 4 * cover_bytes)
-    await bucket.hold(*HALVES)
+    await bucket.store(*HALVES)
     hashes = [bytes([n]) * 32 for n in range(12)]
     for block_hash in hashes:
         for half in HALVES:

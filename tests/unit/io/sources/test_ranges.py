@@ -24,7 +24,7 @@ from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
-from tests.unit.io.rig import Worker, served
+from tests.unit.io.rig import Worker
 
 RANGE_BYTES = 4096
 RANGES = rig.FORMAT.object_bytes // RANGE_BYTES
@@ -34,7 +34,7 @@ KEY = rig.object_key(1)
 class Bucket(MemoryStore):
     """Counts requests, and the ranges under way. reads: by first byte; None: whole objects.
 
-    gate: ranges wait for it. errors: the next of each range, by first byte, which nothing fills
+    gate: ranges wait for it. failures: the next of each range, by first byte, which nothing fills
     then. unwound: what a cancelled range waits for, and then writes a last time.
     """
 
@@ -46,12 +46,9 @@ class Bucket(MemoryStore):
         self.gate.set()
         self.unwound = asyncio.Event()
         self.unwound.set()
-        self.errors: dict[int, list[Exception]] = {}
+        self.failures: dict[int, list[Exception]] = {}
         self.after: list[bytes] = []
         """What the object is replaced with after the next ranges have been answered."""
-
-    def hold(self, data: bytes) -> None:
-        self._objects[KEY] = (data, 0.0)
 
     async def get_into(
         self, key: str, place: Place, claim: Claim | None = None
@@ -67,8 +64,8 @@ class Bucket(MemoryStore):
         self.most = max(self.most, self.running)
         try:
             await self.gate.wait()
-            if self.errors.get(first):
-                raise self.errors[first].pop(0)
+            if self.failures.get(first):
+                raise self.failures[first].pop(0)
             return await super().get_range(key, first, place, claim)
         except asyncio.CancelledError:
             await self.unwound.wait()
@@ -78,7 +75,7 @@ class Bucket(MemoryStore):
         finally:
             self.running -= 1
             if self.after:
-                self._objects[KEY] = (self.after.pop(0), 0.0)  # at once, before the next answer
+                self.hold(KEY, self.after.pop(0))  # at once, before the next answer
 
 
 @pytest.fixture
@@ -90,8 +87,7 @@ async def bucket() -> Bucket:
 async def fetching(bucket: Bucket, slab: Slab, **settings: Any) -> AsyncIterator[Worker]:
     """A process that reads in ranges; it has given back all places in the end."""
     settings = {"range_bytes": RANGE_BYTES} | settings
-    async with served(lambda _: bucket, slab, **settings) as (worker, _):
-        await worker.ready()
+    async with rig.serving(bucket, slab, **settings) as (worker, _):
         yield worker
         assert bucket.running == 0
         assert (await worker.settled()).running == 0
@@ -116,7 +112,7 @@ def test_ranges_are_the_whole_object(nbytes: int, count: int) -> None:
 
 
 async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> None:
-    bucket.hold(rig.sealed(1))
+    bucket.hold(KEY, rig.sealed(1))
     async with fetching(bucket, slab) as worker:
         end = await fetched(worker)
         assert (end.outcome, end.nbytes) == (Outcome.OK, rig.FORMAT.object_bytes)
@@ -127,7 +123,7 @@ async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> Non
 
 @pytest.mark.parametrize("range_bytes", [0, rig.FORMAT.object_bytes // 2 + 1])
 async def test_a_small_object_comes_whole(bucket: Bucket, slab: Slab, range_bytes: int) -> None:
-    bucket.hold(rig.sealed(1))
+    bucket.hold(KEY, rig.sealed(1))
     async with fetching(bucket, slab, range_bytes=range_bytes) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
         assert bucket.reads == {None: 1}
@@ -147,7 +143,7 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
         return bytes(data)
 
     old, new = sealed(1), sealed(2)
-    bucket.hold(old)
+    bucket.hold(KEY, old)
     bucket.after = [old] * (answered - 1) + [new]
     greeting = rig.handshake(Config(bucket="bkt"))
     greeting = msgspec.structs.replace(greeting, integrity=Integrity(mode))
@@ -162,9 +158,9 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
 async def test_a_range_that_fails_is_sent_again_alone(
     bucket: Bucket, slab: Slab, error: Exception
 ) -> None:
-    bucket.hold(rig.sealed(1))
+    bucket.hold(KEY, rig.sealed(1))
     first = cut(rig.FORMAT.object_bytes, RANGES)[2].start
-    bucket.errors = {first: [error, error]}
+    bucket.failures = {first: [error, error]}
     async with fetching(bucket, slab) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
         assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
@@ -179,11 +175,11 @@ async def test_a_range_that_fails_is_sent_again_alone(
 async def test_a_range_that_stays_away_ends_the_fetch(
     bucket: Bucket, slab: Slab, error: Exception, outcome: Outcome
 ) -> None:
-    bucket.hold(rig.sealed(1))
-    bucket.errors = {0: [error] * 3}
+    bucket.hold(KEY, rig.sealed(1))
+    bucket.failures = {0: [error] * 3}
     async with fetching(bucket, slab) as worker:
         assert (await fetched(worker)).outcome is outcome
-        bucket.errors.clear()
+        bucket.failures.clear()
         assert (await fetched(worker)).outcome is Outcome.OK
 
 
@@ -199,7 +195,7 @@ LENGTHS = [3, 4096 * 3, rig.FORMAT.object_bytes - 1, rig.FORMAT.object_bytes + 1
 @pytest.mark.parametrize("nbytes", LENGTHS)
 async def test_an_object_of_another_length(bucket: Bucket, slab: Slab, nbytes: int) -> None:
     """That is not the fault of the store's ranges: the next object comes in some again."""
-    bucket.hold((rig.sealed(1) + b"x")[:nbytes])
+    bucket.hold(KEY, (rig.sealed(1) + b"x")[:nbytes])
     async with fetching(bucket, slab) as worker:
         end = await fetched(worker)
         assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
@@ -215,7 +211,7 @@ async def test_the_second_reading_of_a_bad_object_is_whole(
 ) -> None:
     monkeypatch.setattr("s3kv.io.sources.quarantine.BARRED_S", 0.0)
     good = rig.sealed(1)
-    bucket.hold(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    bucket.hold(KEY, good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
     async with fetching(bucket, slab) as worker:
         for times in range(2):
             assert (await fetched(worker)).outcome is Outcome.CORRUPT
@@ -223,9 +219,9 @@ async def test_the_second_reading_of_a_bad_object_is_whole(
 
 
 async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket, slab: Slab) -> None:
-    bucket.hold(rig.sealed(1))
+    bucket.hold(KEY, rig.sealed(1))
     firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
-    bucket.errors = {first: [StoreUnranged("200")] * 9 for first in firsts}
+    bucket.failures = {first: [StoreUnranged("200")] * 9 for first in firsts}
     async with fetching(bucket, slab) as worker:
         for _ in range(3):
             assert (await fetched(worker)).outcome is Outcome.OK
@@ -235,7 +231,7 @@ async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket, sl
 
 
 async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket, slab: Slab) -> None:
-    bucket.hold(rig.sealed(1))
+    bucket.hold(KEY, rig.sealed(1))
     bucket.gate.clear()
     bucket.unwound.clear()
     async with fetching(bucket, slab) as worker:
@@ -264,7 +260,7 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> N
 
 
 async def test_a_late_range_is_hedged(bucket: Bucket, slab: Slab) -> None:
-    bucket.hold(rig.sealed(1))
+    bucket.hold(KEY, rig.sealed(1))
     async with fetching(bucket, slab, hedge_percent=100.0) as worker:
         for _ in range(8):  # until it is known what is late
             assert (await fetched(worker)).outcome is Outcome.OK
