@@ -142,8 +142,7 @@ def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None
         follow()
         assert all(counts[block] for block in blocks)
         desk.make_resident("bbbb")  # evicts it
-    desk.add("r", "aaaa")
-    desk.lookup("r")
+    desk.ask("r", "aaaa")
     desk.end(fetches_of(desk.plan()), Outcome.MISSING)
     follow()
     assert not any(counts[block] for block in blocks)

@@ -35,6 +35,19 @@ class Desk:
         self.hashes[request_id] = self._hashes(prompt)
         self.planner.add_request(request_id, self.hashes[request_id], limits)
 
+    def ask(self, request_id: str, prompt: str, local_tokens: int = 0) -> Answer:
+        """The first answer to a new request."""
+        self.add(request_id, prompt)
+        return self.lookup(request_id, local_tokens)
+
+    def compute(
+        self, request_id: str, prompt: str, blocks: Iterable[int], computed: int, tokens: int
+    ) -> StepPlan:
+        """The first step of a new request, which the engine admits without an answer."""
+        self.add(request_id, prompt)
+        self.admit(request_id)
+        return self.run(request_id, blocks, computed, tokens, new=True)
+
     def grow(self, request_id: str, text: str) -> None:
         """The request's tokens are these by now."""
         known = self.hashes[request_id]
@@ -56,6 +69,11 @@ class Desk:
     def fetches(self) -> tuple[BucketJob, ...]:
         """Of a step without requests."""
         return fetches_of(self.plan())
+
+    def fetches_for(self, request_id: str, prompt: str) -> tuple[BucketJob, ...]:
+        """Those that the first lookup of a new request orders."""
+        self.ask(request_id, prompt)
+        return self.fetches()
 
     def uploads(self) -> tuple[BucketJob, ...]:
         return uploads_of(self.plan())

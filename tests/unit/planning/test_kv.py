@@ -17,8 +17,7 @@ def offered(**setup: object) -> Desk:
     """Two chunks are offered to "r"; host memory has no other slot."""
     desk = Desk(**{"slots": 2, **setup})
     desk.make_resident("aaaabbbb")
-    desk.add("r", "aaaabbbbzz")
-    assert desk.lookup("r") == Answer(False, 8)
+    assert desk.ask("r", "aaaabbbbzz") == Answer(False, 8)
     return desk
 
 
@@ -30,16 +29,14 @@ def loading(**setup: object) -> tuple[Desk, LoadJob]:
 
 
 def assert_full_for_others(desk: Desk) -> None:
-    desk.add("intruder", "xxxx")
-    assert desk.lookup("intruder") == NOTHING
+    assert desk.ask("intruder", "xxxx") == NOTHING
     assert desk.fetches() == ()
     desk.planner.finished("intruder")
 
 
 def assert_free_for_others(desk: Desk) -> None:
     assert desk.pinned() == 0
-    desk.add("successor", "yyyyzzzz")
-    assert desk.lookup("successor") == WAIT
+    assert desk.ask("successor", "yyyyzzzz") == WAIT
     assert len(desk.fetches()) == 2
 
 
@@ -83,8 +80,7 @@ def test_after_a_failed_load_the_next_answer_is_a_miss() -> None:
 def test_a_preempted_request_whose_chunks_have_left_waits_for_them_again() -> None:
     desk = Desk(slots=1)
     desk.make_resident("aaaa")
-    desk.add("r", "aaaazz")
-    assert desk.lookup("r") == Answer(False, 4)
+    assert desk.ask("r", "aaaazz") == Answer(False, 4)
     desk.admit("r", [1, 2, 3], 4)
     desk.plan()
     desk.planner.loaded(["r"])
@@ -97,8 +93,7 @@ def test_a_preempted_request_whose_chunks_have_left_waits_for_them_again() -> No
 def test_hits_are_counted_by_where_they_came_from() -> None:
     desk = Desk(probe_chunks=1)
     desk.make_resident("aaaa")
-    desk.add("r", "aaaabbbbzz")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbbzz") == WAIT
     desk.end(desk.fetches())
     assert desk.lookup("r", local_tokens=2) == Answer(False, 6)
     desk.admit("r", [0, 1, 2, 3, 4], 6)
@@ -147,21 +142,15 @@ def test_beyond_max_saves_inflight_they_are_dropped_and_counted() -> None:
     (save,) = desk.run("r", list(range(6)), 0, 12, new=True).saves
     assert desk.planner.counters["saves_dropped"] == 2
     desk.copied(save)
-    desk.add("next", "dddd")
-    desk.admit("next")
-    assert desk.run("next", [6, 7], 0, 4, new=True).saves == (), "it is not in the bucket yet"
+    assert desk.compute("next", "dddd", [6, 7], 0, 4).saves == (), "it is not in the bucket yet"
     desk.uploaded(save)
-    desk.add("last", "eeee")
-    desk.admit("last")
-    assert len(desk.run("last", [8, 9], 0, 4, new=True).saves) == 1
+    assert len(desk.compute("last", "eeee", [8, 9], 0, 4).saves) == 1
 
 
 def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveJob]:
     """The only step of a request has computed two chunks; the second is still being fetched."""
     desk = Desk(**{"probe_chunks": 2, **setup})
-    desk.add("r", "aaaabbbbzzzz")
-    desk.lookup("r")
-    first, fetch = desk.fetches()
+    first, fetch = desk.fetches_for("r", "aaaabbbbzzzz")
     desk.end(first, MISSING)
     assert not desk.lookup("r").wait
     desk.admit("r")
@@ -190,16 +179,14 @@ def test_a_chunk_computed_during_its_fetch_is_saved_beside_it(
     )
     for number in order:
         ends[number]()
-    desk.add("next", "aaaabbbbzz")
-    assert desk.lookup("next") == Answer(False, 8)
+    assert desk.ask("next", "aaaabbbbzz") == Answer(False, 8)
     assert desk.planner.ledger.index.is_present(save.key)
     assert desk.planner.counters["saves_dropped"] == 0
 
 
 def test_a_request_that_waits_for_the_fetch_takes_the_copy() -> None:
     desk, fetch, save = computed_while_fetched()
-    desk.add("next", "aaaabbbbzz")
-    assert desk.lookup("next") == Answer(False, 4), "the copy is under way"
+    assert desk.ask("next", "aaaabbbbzz") == Answer(False, 4), "the copy is under way"
     desk.copied(save)
     assert desk.lookup("next") == Answer(False, 8)
     desk.end(fetch, MISSING)
@@ -209,8 +196,7 @@ def test_a_request_that_waits_for_the_fetch_takes_the_copy() -> None:
 def test_a_request_that_has_joined_the_fetch_takes_the_copy() -> None:
     desk = Desk(probe_chunks=1)
     for request_id in ("r", "next"):
-        desk.add(request_id, "aaaazz")
-        assert desk.lookup(request_id) == WAIT
+        assert desk.ask(request_id, "aaaazz") == WAIT
     (fetch,) = desk.fetches()
     desk.admit("r")  # the engine may admit without an answer
     (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
@@ -225,8 +211,7 @@ def test_a_copy_that_fails_beside_a_fetch_leaves_the_chunk_to_the_next_request()
     desk.end(save, FAILED, kind=JobKind.SAVE)
     desk.uploaded(save, Outcome.CANCELLED)
     desk.end(fetch)
-    desk.add("next", "aaaabbbbzz")
-    assert desk.lookup("next") == WAIT
+    assert desk.ask("next", "aaaabbbbzz") == WAIT
     (again,) = desk.fetches()
     desk.end(again)
     assert desk.lookup("next") == Answer(False, 8)
@@ -234,16 +219,13 @@ def test_a_copy_that_fails_beside_a_fetch_leaves_the_chunk_to_the_next_request()
 
 def test_without_room_beside_the_fetch_the_save_is_dropped_and_counted() -> None:
     desk = Desk(probe_chunks=1, slots=1)
-    desk.add("r", "aaaazz")
-    desk.lookup("r")
-    (fetch,) = desk.fetches()
+    (fetch,) = desk.fetches_for("r", "aaaazz")
     desk.admit("r")
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
     assert desk.planner.counters["saves_dropped"] == 1
     assert desk.planner.counters["saves_without_room"] == 1
     desk.end(fetch)
-    desk.add("next", "aaaazz")
-    assert desk.lookup("next") == Answer(False, 4), "what is fetched serves others as before"
+    assert desk.ask("next", "aaaazz") == Answer(False, 4), "what is fetched serves others as before"
 
 
 @pytest.mark.parametrize("outcome", [OK, MISSING])
@@ -253,8 +235,7 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
     desk = Desk(slots=2)
     desk.make_resident("aaaa")
     desk.make_resident("bbbbcccc")
-    desk.add("r", "aaaazz")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaazz") == WAIT
     (fetch,) = desk.fetches()
     desk.admit("r")
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
@@ -275,23 +256,17 @@ def saving(**setup: object) -> tuple[Desk, SaveJob]:
 
 def test_blocks_that_are_only_read_are_not_fenced() -> None:
     desk, _ = saving()
-    desk.add("same", "aaaazz")
-    desk.admit("same")
-    plan = desk.run("same", [0, 1, 2], 4, 2, new=True)
+    plan = desk.compute("same", "aaaazz", [0, 1, 2], 4, 2)
     assert plan.fences == (), "the first two blocks are a local hit"
 
 
 def test_a_block_that_two_saves_read_is_fenced_until_both_have_read_it() -> None:
     desk, first = saving()
     desk.planner.reset(b"salt")  # and the engine keeps its own cache
-    desk.add("same", "aaaazz")
-    desk.admit("same")
-    (second,) = desk.run("same", [0, 1, 2], 4, 2, new=True).saves
+    (second,) = desk.compute("same", "aaaazz", [0, 1, 2], 4, 2).saves
     assert second.block_ids == first.block_ids
     desk.copied(second)
-    desk.add("other", "xxxx")
-    desk.admit("other")
-    assert desk.run("other", [1, 3], 0, 3, new=True).fences == (first.job_id,)
+    assert desk.compute("other", "xxxx", [1, 3], 0, 3).fences == (first.job_id,)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, FAILED])

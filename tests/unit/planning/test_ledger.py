@@ -21,9 +21,7 @@ SAVE, UPLOAD = JobKind.SAVE, JobKind.UPLOAD
 
 def saving(**setup: object) -> tuple[Desk, SaveJob]:
     desk = Desk(**{"may_load": False, **setup})
-    desk.add("r", "aaaa")
-    desk.admit("r")
-    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    (save,) = desk.compute("r", "aaaa", [0, 1], 0, 4).saves
     return desk, save
 
 
@@ -63,9 +61,7 @@ def test_uploads_are_tried_again_less_and_less_often_and_then_given_up() -> None
     assert desk.planner.ledger.saves_inflight == 0
     desk.now_s += 1_000
     assert desk.uploads() == ()
-    desk.add("next", "bbbb")
-    desk.admit("next")
-    assert len(desk.run("next", [2, 3], 0, 4, new=True).saves) == 1, "its slot can be had now"
+    assert len(desk.compute("next", "bbbb", [2, 3], 0, 4).saves) == 1, "its slot can be had now"
 
 
 def given_up(**setup: object) -> tuple[Desk, SaveJob]:
@@ -105,8 +101,7 @@ def test_after_a_long_outage_a_hit_uploads_what_was_given_up() -> None:
 
 def test_what_is_loaded_from_host_memory_is_hit_too() -> None:
     desk, save = given_up(may_load=True)
-    desk.add("r2", "aaaabb")
-    assert desk.lookup("r2").tokens == 4
+    assert desk.ask("r2", "aaaabb").tokens == 4
     desk.admit("r2", [2, 3, 4], 4)
     desk.plan()
     desk.planner.loaded(["r2"])
@@ -154,9 +149,7 @@ def test_a_store_that_is_back_is_not_stormed() -> None:
     prompts = [letter * 4 for letter in "abcdefgh"]
     desk = Desk(may_load=False, max_saves_inflight=8)
     for number, prompt in enumerate(prompts):
-        desk.add(prompt, prompt)
-        desk.admit(prompt)
-        saves = desk.run(prompt, [2 * number, 2 * number + 1], 0, 4, new=True).saves
+        saves = desk.compute(prompt, prompt, [2 * number, 2 * number + 1], 0, 4).saves
         desk.copied(saves)
         desk.uploaded(saves, FAILED)
     while desk.planner.ledger.saves_inflight:
@@ -191,29 +184,20 @@ def test_what_can_never_be_uploaded_is_given_up_at_once_and_for_good() -> None:
 def broken() -> Desk:
     """Three fetches have failed in a row."""
     desk = Desk(probe_chunks=3)
-    desk.add("unlucky", "aaaabbbbcccc")
-    desk.lookup("unlucky")
-    desk.end(desk.fetches(), FAILED)
+    desk.end(desk.fetches_for("unlucky", "aaaabbbbcccc"), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
     return desk
-
-
-def fetches_for(desk: Desk, prompt: str) -> int:
-    desk.add(prompt, prompt)
-    desk.lookup(prompt)
-    return len(desk.fetches())
 
 
 def test_after_a_pause_one_fetch_finds_out() -> None:
     desk = broken()
     desk.now_s = 0.5
-    desk.add("r", "xxxxyyyy")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "xxxxyyyy") == WAIT
     fetches = desk.fetches()
     assert len(fetches) == 1
     desk.end(fetches, MISSING)
     assert desk.planner.ledger.breaker.state is BreakerState.CLOSED, "an answer is an answer"
-    assert fetches_for(desk, "ddddeeeeffff") == 3
+    assert len(desk.fetches_for("next", "ddddeeeeffff")) == 3
 
 
 def test_uploads_tell_the_breaker_too() -> None:

@@ -14,8 +14,7 @@ LONG = "aaaabbbbccccddddeeeeffffgggghhhh"  # eight chunks
 
 def test_the_window_opens_with_what_arrives() -> None:
     desk = Desk(probe_chunks=2)
-    desk.add("r", LONG)
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", LONG) == WAIT
     first = desk.fetches()
     assert desk.keys(first) == [desk.key(LONG[:4]), desk.key(LONG[:8])]
     assert desk.lookup("r") == WAIT
@@ -33,8 +32,7 @@ def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> No
     desk = Desk(probe_chunks=1, slots=8)
     desk.make_resident(LONG)
     desk.make_resident("x" * 32)  # pushes all of it out of host memory
-    desk.add("r", LONG)
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", LONG) == WAIT
     assert len(desk.fetches()) == 8
 
 
@@ -53,8 +51,7 @@ def known(desk: Desk, chunks: int) -> str:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_lookup_orders_a_long_prefix_in_several_steps(is_known: bool) -> None:
     desk = Desk(probe_chunks=100, slots=128)
-    desk.add("r", known(desk, 100) if is_known else letters(100))
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", known(desk, 100) if is_known else letters(100)) == WAIT
     asked = []
     for count in (64, 32, 4, 0):  # and the engine has other requests to look up
         fetches = desk.fetches()
@@ -74,8 +71,7 @@ def test_when_a_request_arrives_all_is_ordered_at_once() -> None:
 
 def test_nothing_more_is_asked_for_a_request_that_is_gone() -> None:
     desk = Desk(slots=128)
-    desk.add("r", known(desk, 100))
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", known(desk, 100)) == WAIT
     desk.planner.finished("r")
     plan = desk.plan()
     assert len(fetches_of(plan)) == len(plan.cancels) == 32
@@ -85,28 +81,21 @@ def test_nothing_more_is_asked_for_a_request_that_is_gone() -> None:
 @pytest.mark.parametrize("outcome", [MISSING, Outcome.CORRUPT])
 def test_a_chunk_that_is_not_there_is_not_asked_for_again_for_a_while(outcome: Outcome) -> None:
     desk = Desk(probe_chunks=1)
-    desk.add("first", "aaaa")
-    desk.lookup("first")
-    desk.end(desk.fetches(), outcome)
+    desk.end(desk.fetches_for("first", "aaaa"), outcome)
     assert desk.lookup("first") == NOTHING
     desk.now_s = 19.9
-    desk.add("second", "aaaa")
-    assert desk.lookup("second") == NOTHING
+    assert desk.ask("second", "aaaa") == NOTHING
     assert desk.fetches() == ()
     desk.now_s = 20.0
-    desk.add("third", "aaaa")
-    assert desk.lookup("third") == WAIT
+    assert desk.ask("third", "aaaa") == WAIT
     assert len(desk.fetches()) == 1
 
 
 def test_a_failure_ends_the_prefix_and_is_not_remembered() -> None:
     desk = Desk()
-    desk.add("first", "aaaa")
-    desk.lookup("first")
-    desk.end(desk.fetches(), FAILED)
+    desk.end(desk.fetches_for("first", "aaaa"), FAILED)
     assert desk.lookup("first") == NOTHING
-    desk.add("second", "aaaa")
-    assert desk.lookup("second") == WAIT
+    assert desk.ask("second", "aaaa") == WAIT
 
 
 def test_one_flight_for_all_and_to_each_its_own() -> None:
@@ -114,8 +103,7 @@ def test_one_flight_for_all_and_to_each_its_own() -> None:
     shared = "aaaabbbb"
     tails = "cdefghijklmnopqrstuvwxyzABCDEFGH"
     for letter in tails:
-        desk.add(letter, shared + letter * 4)
-        assert desk.lookup(letter) == WAIT
+        assert desk.ask(letter, shared + letter * 4) == WAIT
     fetches = desk.fetches()
     assert len(tails) == 32
     assert len(fetches) == len(set(desk.keys(fetches))) == 2 + 32
@@ -130,8 +118,7 @@ def test_one_flight_for_all_and_to_each_its_own() -> None:
 
 def test_what_was_refused_at_arrival_is_asked_for_at_the_first_lookup() -> None:
     desk = Desk(slots=2, probe_chunks=2)
-    desk.add("first", "aaaabbbb")
-    desk.lookup("first")
+    desk.ask("first", "aaaabbbb")
     desk.add("second", "cccc")
     desk.planner.prefetch("second", 0, 0.0)
     desk.end(desk.fetches(), MISSING)
@@ -149,8 +136,7 @@ def test_prefetch_leaves_half_of_host_memory_alone() -> None:
 
 def test_a_local_hit_moves_the_start() -> None:
     desk = Desk(probe_chunks=1)
-    desk.add("r", LONG)
-    assert desk.lookup("r", local_tokens=6) == WAIT
+    assert desk.ask("r", LONG, local_tokens=6) == WAIT
     fetches = desk.fetches()
     assert desk.keys(fetches) == [desk.key(LONG[:8])], "the chunk it is in the middle of"
     desk.end(fetches)
@@ -161,9 +147,7 @@ def test_a_local_hit_moves_the_start() -> None:
 
 def test_an_unplaced_request_is_offered_what_has_arrived_since() -> None:
     desk = Desk(probe_chunks=3, max_wait_s=1.0)
-    desk.add("r", LONG[:12])
-    desk.lookup("r")
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", LONG[:12])
     desk.end(fetches[:1])
     desk.now_s = 1.0
     assert desk.lookup("r") == Answer(False, 4)
@@ -173,9 +157,7 @@ def test_an_unplaced_request_is_offered_what_has_arrived_since() -> None:
 
 def test_the_fetches_of_an_aborted_request_are_cancelled() -> None:
     desk = Desk(probe_chunks=2)
-    desk.add("r", "aaaabbbb")
-    desk.lookup("r")
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "aaaabbbb")
     desk.planner.finished("r")
     assert set(desk.plan().cancels) == {fetch.job_id for fetch in fetches}
     assert desk.planner.ledger.table.statistics().reserved == 2, "until they have really ended"
@@ -196,24 +178,19 @@ def test_what_others_wait_for_is_not_cancelled() -> None:
 
 def test_who_joins_before_the_cancel_is_sent_keeps_the_fetch() -> None:
     desk = Desk()
-    desk.add("r", "aaaa")
-    desk.lookup("r")
+    desk.ask("r", "aaaa")
     desk.plan()
     desk.planner.finished("r")
-    desk.add("late", "aaaa")
-    assert desk.lookup("late") == WAIT
+    assert desk.ask("late", "aaaa") == WAIT
     assert desk.plan().cancels == ()
 
 
 def test_who_joins_a_cancelled_fetch_asks_again() -> None:
     desk = Desk()
-    desk.add("r", "aaaa")
-    desk.lookup("r")
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "aaaa")
     desk.planner.finished("r")
     desk.plan()
-    desk.add("late", "aaaa")
-    assert desk.lookup("late") == WAIT
+    assert desk.ask("late", "aaaa") == WAIT
     desk.end(fetches, Outcome.CANCELLED)
     assert desk.lookup("late") == WAIT
     again = desk.fetches()

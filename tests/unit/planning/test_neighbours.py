@@ -13,8 +13,7 @@ from tests.unit.planning.desk import MISSING, Desk
 def saving() -> tuple[Desk, SaveJob]:
     """Blocks 0 and 1 are being copied for a request that is gone."""
     desk = Desk(may_load=False)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == NOTHING
+    assert desk.ask("r", "aaaa") == NOTHING
     (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
     desk.planner.finished("r")
     desk.add("next", "xxxxyyyy")
@@ -30,16 +29,14 @@ def test_blocks_another_connector_may_load_to_are_fenced_before_it_does() -> Non
 
 def test_blocks_the_engine_has_itself_are_not_fenced() -> None:
     desk, _ = saving()
-    desk.add("same", "aaaazz")
-    assert desk.lookup("same", local_tokens=4) == NOTHING
+    assert desk.ask("same", "aaaazz", local_tokens=4) == NOTHING
     desk.admit("same", [0, 1, 2])
     assert desk.plan().fences == ()
 
 
 def test_nothing_is_saved_of_what_is_loaded_while_the_step_runs() -> None:
     desk = Desk()
-    desk.add("r", "aaaabbbbcccc")
-    desk.lookup("r")
+    desk.ask("r", "aaaabbbbcccc")
     desk.admit("r", range(6))
     assert desk.run("r", range(6), 4, 4, new=True).saves == ()
     assert desk.run("r", [], 8, 4, new=False).saves == ()
@@ -49,8 +46,7 @@ def test_nothing_is_saved_of_what_is_loaded_while_the_step_runs() -> None:
 def test_what_was_loaded_before_the_step_is_saved() -> None:
     """As NIXL does: a request is scheduled when its load has gone well."""
     desk = Desk(may_load=False)
-    desk.add("r", "aaaabbbbcccc")
-    desk.lookup("r")
+    desk.ask("r", "aaaabbbbcccc")
     desk.admit("r", range(4))
     assert desk.plan().saves == ()
     desk.planner.loaded(["r"])
@@ -67,8 +63,7 @@ def test_a_planner_that_takes_over_serves_whoever_comes_from_then_on() -> None:
     desk = Desk(may_load=False)
     desk.hashes = early.hashes
     desk.planner.adopt(early.planner)
-    desk.add("second", "bbbb")
-    desk.lookup("second")
+    desk.ask("second", "bbbb")
     desk.admit("second", [4, 5])
     (save,) = desk.run("second", [4, 5], 0, 4, new=True).saves
     desk.planner.finished("second")
@@ -82,16 +77,14 @@ def test_a_planner_that_takes_over_serves_whoever_comes_from_then_on() -> None:
 
 def another_loads(desk: Desk) -> ScheduledRequest:
     """Another connector loads the first eight tokens of "a" within the step, into blocks 1 to 4."""
-    desk.add("a", "aaaabbbbcc")
-    assert desk.lookup("a") == NOTHING
+    assert desk.ask("a", "aaaabbbbcc") == NOTHING
     desk.admit("a", [1, 2, 3, 4, 5])
     return ScheduledRequest("a", ([1, 2, 3, 4, 5],), True, 8, 2)
 
 
 def shares(desk: Desk) -> ScheduledRequest:
     """The engine has these tokens for "b" in its own cache: they are the same blocks."""
-    desk.add("b", "aaaabbbbdddd")
-    assert desk.lookup("b", local_tokens=8) == NOTHING
+    assert desk.ask("b", "aaaabbbbdddd", local_tokens=8) == NOTHING
     desk.admit("b", [1, 2, 3, 4, 6, 7])
     return ScheduledRequest("b", ([1, 2, 3, 4, 6, 7],), True, 8, 4)
 
@@ -114,8 +107,7 @@ def test_blocks_that_are_computed_are_saved_again() -> None:
     desk = Desk(may_load=False)
     desk.plan(another_loads(desk))
     desk.planner.finished("a")
-    desk.add("b", "xxxxyyyy")
-    desk.lookup("b")
+    desk.ask("b", "xxxxyyyy")
     desk.admit("b", [1, 2, 3, 4])
     assert len(desk.run("b", [1, 2, 3, 4], 0, 8, new=True).saves) == 2
 
@@ -123,9 +115,7 @@ def test_blocks_that_are_computed_are_saved_again() -> None:
 def test_blocks_that_are_loaded_from_here_are_trusted_again() -> None:
     desk = Desk()
     desk.make_resident("xxxxyyyy")
-    desk.add("a", "aaaabbbbcc")
-    desk.lookup("a")
-    desk.end(desk.fetches(), MISSING)
+    desk.end(desk.fetches_for("a", "aaaabbbbcc"), MISSING)
     assert desk.lookup("a") == NOTHING
     desk.admit("a", [1, 2, 3, 4, 5])
     desk.run("a", [1, 2, 3, 4, 5], 8, 2, new=True)

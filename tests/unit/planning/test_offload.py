@@ -34,9 +34,10 @@ def row_key(name: bytes) -> RowKey:
 
 
 class Desk:
-    """A planner with 256 rows, whose passes and answers the test makes by hand."""
+    """A planner with 256 rows, whose passes and answers the test makes by hand. requests: the names
+    of those that have begun, a letter each."""
 
-    def __init__(self, rows: int = 256, **more: Any) -> None:
+    def __init__(self, requests: str = "", *, rows: int = 256, **more: Any) -> None:
         self.now_s = 10.0
         self.planner = OffloadPlanner(
             BucketIndex(capacity=10_000),
@@ -48,6 +49,8 @@ class Desk:
             **more,
         )
         self.transfers = 0
+        for name in requests:
+            self.planner.begin(name)
 
     def look_up(self, request: str, *numbers: int, group: int = 0) -> list[OffloadAnswer]:
         keys = [row_key(name_of(group, number)).chunk for number in numbers]
@@ -77,8 +80,7 @@ class Desk:
 
 
 def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
     jobs = desk.load("a", *range(8))
     desk.end_pass()
@@ -90,8 +92,7 @@ def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
 
 
 def test_a_scan_from_the_front_ends_after_the_first_retry_once_its_keys_are_counted() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
     jobs = desk.load("a", *range(8))
     desk.end_pass()
@@ -109,8 +110,7 @@ def test_a_scan_from_the_front_ends_after_the_first_retry_once_its_keys_are_coun
 
 def test_a_prompt_is_computed_once_no_fetch_of_it_is_under_way() -> None:
     """vLLM stores no chunk whose row awaits a fetch, so the bucket would never get it."""
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     assert desk.look_up("a", *range(9)) == [HIT] * 8 + [RETRY]
     first, *others = desk.load("a", *range(8))
     desk.end_pass()
@@ -132,8 +132,7 @@ def test_known_chunks_take_no_probe() -> None:
 
 
 def test_a_second_group_is_probed_after_the_first_and_known_by_it() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     assert desk.look_up("a", *range(8)) == [HIT] * 8
     assert desk.look_up("a", 7, 6, group=1) == [RETRY, RETRY]
     desk.end(desk.load("a", *range(8)))
@@ -142,11 +141,9 @@ def test_a_second_group_is_probed_after_the_first_and_known_by_it() -> None:
 
 
 def test_rows_that_others_hold_are_waited_for_and_too_many_are_a_miss() -> None:
-    desk = Desk(rows=16)
+    desk = Desk("ab", rows=16)
     for number in range(40):
         desk.planner.index.note_present(row_key(name_of(0, number)).chunk)
-    for name in "ab":
-        desk.planner.begin(name)
     assert desk.look_up("a", *range(10)) == [HIT] * 10
     assert desk.look_up("b", *range(20, 26)) == [HIT] * 4 + [RETRY] * 2
     desk.load("a", *range(10))
@@ -156,16 +153,14 @@ def test_rows_that_others_hold_are_waited_for_and_too_many_are_a_miss() -> None:
 
 
 def test_a_hit_for_which_there_is_no_row_is_given_up() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     assert desk.look_up("a", 1) == [HIT]
     desk.end_pass()
     assert desk.planner.counters["fetches_without_room"] == 1
 
 
 def test_a_wait_ends_and_cancels_its_fetches() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     desk.look_up("a", 1, 2)
     jobs = desk.load("a", 1, 2)
     desk.end_pass()
@@ -215,8 +210,7 @@ def test_a_store_uploads_the_missing_or_is_shed(
 
 
 def test_a_reset_bars_the_requests_that_live() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     desk.end(desk.store("a", 1))
     desk.planner.reset()
     desk.planner.begin("b")
@@ -227,9 +221,7 @@ def test_a_reset_bars_the_requests_that_live() -> None:
 
 
 def test_nobody_begins_to_wait_for_what_was_just_given_up() -> None:
-    desk = Desk()
-    for name in "abc":
-        desk.planner.begin(name)
+    desk = Desk("abc")
     desk.look_up("a", 1)
     jobs = desk.load("a", 1)
     desk.end_pass()
@@ -244,8 +236,7 @@ def test_nobody_begins_to_wait_for_what_was_just_given_up() -> None:
 
 def test_fetches_of_a_request_that_has_ended_are_cancelled_when_they_are_late() -> None:
     """Others may wait for the same rows."""
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     desk.look_up("a", 1)
     (job,) = desk.load("a", 1)
     desk.planner.finish("a")
@@ -266,8 +257,7 @@ def test_limits_of_a_request() -> None:
 
 
 def test_prefill_is_measured_and_decoding_is_not() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     desk.end_pass("a")
     for _ in range(2):
         desk.end_pass()
@@ -300,8 +290,7 @@ def test_a_wait_is_patient_until_prefill_is_measured() -> None:
 
 
 def test_a_store_with_holes_measures_nothing() -> None:
-    desk = Desk()
-    desk.planner.begin("a")
+    desk = Desk("a")
     desk.look_up("a", 1, 2)
     found, absent = desk.load("a", 1, 2)
     desk.end([found])
@@ -314,8 +303,7 @@ def test_a_store_with_holes_measures_nothing() -> None:
 
 
 def test_changes_are_what_the_bucket_turned_out_to_have() -> None:
-    desk = Desk(is_observed=True)
-    desk.planner.begin("a")
+    desk = Desk("a", is_observed=True)
     desk.end(desk.store("a", 1), fresh_s=0.0)
     assert desk.store("a", 1) == []  # it is there, and the use is asked about
     (use,) = desk.planner.uses()

@@ -14,8 +14,7 @@ from tests.unit.planning.desk import MISSING, OK, Desk
 
 def test_nobody_waits_longer_than_max_wait() -> None:
     desk = Desk(max_wait_s=3.0, gate=False)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaa") == WAIT
     desk.now_s = 2.9
     assert desk.lookup("r") == WAIT
     desk.now_s = 3.0
@@ -28,8 +27,7 @@ def test_nobody_waits_longer_than_max_wait() -> None:
 def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
     """Computing a chunk takes 0.5 s; up to four fetches are sent at once."""
     desk = Desk(max_wait_s=50.0, gate=True, **{"probe_chunks": 1, **setup})
-    desk.add("first", "zzzz")
-    desk.lookup("first")
+    desk.ask("first", "zzzz")
     desk.now_s = seconds_per_chunk
     desk.end(desk.fetches(), seconds=seconds_per_chunk)
     desk.planner.finished("first")
@@ -38,21 +36,18 @@ def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
 
 def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
     desk = measured(seconds_per_chunk=0.6)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == NOTHING
+    assert desk.ask("r", "aaaa") == NOTHING
     late = desk.fetches()
     assert desk.keys(late) == [desk.key("aaaa")], "it is asked for all the same"
     desk.admit("r", [0, 1])
     desk.end(late)
     assert desk.pinned() == 0, "who has been answered holds nothing"
-    desk.add("next", "aaaazz")
-    assert desk.lookup("next") == Answer(False, 4)
+    assert desk.ask("next", "aaaazz") == Answer(False, 4)
 
 
 def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
     desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
-    desk.add("r", "aaaabbbb")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbb") == WAIT
     first, _ = desk.fetches()
     desk.now_s += 0.5
     desk.end(first, seconds=0.5)
@@ -68,16 +63,15 @@ def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
 )
 def test_all_that_is_missing_is_weighed(probe_chunks: int, chunks: int, answer: Answer) -> None:
     desk = measured(seconds_per_chunk=0.6, probe_chunks=probe_chunks)
-    desk.add("r", "aaaabbbbccccdddd"[: 4 * chunks])
-    assert desk.lookup("r") == answer
+    assert desk.ask("r", "aaaabbbbccccdddd"[: 4 * chunks]) == answer
 
 
 def test_chunks_of_others_are_ahead_in_the_queue() -> None:
     desk = measured(seconds_per_chunk=0.4, probe_chunks=4)
-    desk.add("other", "bbbbccccddddeeee")
-    assert desk.lookup("other") == WAIT
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == NOTHING, "the fifth, where four are sent at once, comes after 0.5 s"
+    assert desk.ask("other", "bbbbccccddddeeee") == WAIT
+    assert desk.ask("r", "aaaa") == NOTHING, (
+        "the fifth, where four are sent at once, comes after 0.5 s"
+    )
 
 
 def test_giving_up_counts_until_something_arrives() -> None:
@@ -95,8 +89,7 @@ def test_giving_up_counts_until_something_arrives() -> None:
 
 def test_what_comes_too_late_is_withdrawn() -> None:
     desk = measured(seconds_per_chunk=0.6)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == NOTHING
+    assert desk.ask("r", "aaaa") == NOTHING
     plan = desk.plan()
     assert plan.withdrawals == tuple(fetch.job_id for fetch in fetches_of(plan))
     assert plan.cancels == ()
@@ -107,11 +100,9 @@ def test_what_comes_too_late_is_withdrawn() -> None:
 
 def test_what_somebody_else_waits_for_is_not_withdrawn() -> None:
     desk = measured(seconds_per_chunk=0.1)
-    desk.add("r", "aaaa" * 4)
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaa" * 4) == WAIT
     desk.now_s += 0.2
-    desk.add("other", "aaaa" * 4)
-    assert desk.lookup("other") == WAIT
+    assert desk.ask("other", "aaaa" * 4) == WAIT
     desk.now_s += 0.81
     assert desk.lookup("r") == NOTHING
     assert desk.plan().withdrawals == ()
@@ -173,15 +164,13 @@ def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> N
 def test_an_absent_chunk_ends_a_wait_for_the_few_before_it(absent: int, answer: Answer) -> None:
     """Half of them are expected to be there, and computing a chunk takes half a second."""
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
-    desk.add("r", "aaaabbbbccccddddeeeeffff")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbbccccddddeeeeffff") == WAIT
     fetches = desk.fetches()
     desk.end(fetches[absent], MISSING, seconds=0.3)
     assert desk.lookup("r") == answer
     desk.end(fetches[0])
     desk.planner.finished("r")
-    desk.add("next", "aaaab")
-    assert desk.lookup("next") == Answer(False, 4), "what comes later serves the next request"
+    assert desk.ask("next", "aaaab") == Answer(False, 4), "what comes later serves the next request"
 
 
 def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> None:
@@ -189,8 +178,7 @@ def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> Non
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
 
     def wait_after_an_absence(letter: str, outcome: Outcome) -> Answer:
-        desk.add(letter, "".join(4 * chr(ord(letter) + n) for n in range(6)))
-        assert desk.lookup(letter) == WAIT
+        assert desk.ask(letter, "".join(4 * chr(ord(letter) + n) for n in range(6))) == WAIT
         fetches = desk.fetches()
         desk.end(fetches[5], MISSING, seconds=0.3)
         answer = desk.lookup(letter)
@@ -210,8 +198,7 @@ def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> Non
 
 def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
-    desk.add("r", "aaaabbbbcccc")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbbcccc") == WAIT
     fetches = desk.fetches()
     desk.end(fetches[1], seconds=0.3)
     desk.end(fetches[2], MISSING, seconds=0.3)
@@ -221,8 +208,7 @@ def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
 
 def test_a_read_that_is_late_is_not_expected_soon() -> None:
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
-    desk.add("r", "aaaabbbbcccc")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbbcccc") == WAIT
     fetches = desk.fetches()
     desk.now_s = 0.2
     desk.end(fetches[1:], MISSING, seconds=0.3)
@@ -231,8 +217,7 @@ def test_a_read_that_is_late_is_not_expected_soon() -> None:
     assert desk.lookup("r") == WAIT
     desk.now_s = LATE * 0.3
     assert desk.lookup("r") == NOTHING
-    desk.add("next", "xxxxyyyyzzzz")
-    assert desk.lookup("next") == WAIT, "a wait that stopped paying is no measurement"
+    assert desk.ask("next", "xxxxyyyyzzzz") == WAIT, "a wait that stopped paying is no measurement"
     assert desk.planner.pace.forecast(1, 0).all_s == pytest.approx(0.3)
 
 
@@ -241,8 +226,7 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
     desk = measured(seconds_per_chunk=0.2, probe_chunks=8)
     for n in (1, 2, 3, 4):
         desk.planner.pace.fetched(OK, 0.2 * n, began_with=n, ended_with=n)
-    desk.add("r", "aaaabbbbccccddddeeee")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbbccccddddeeee") == WAIT
     fetches = desk.fetches()
     desk.end(fetches[1], MISSING)
     lookup = desk.planner._requests["r"].lookups[0]
@@ -285,8 +269,7 @@ def test_an_absence_and_a_wait_in_vain_are_of_all_sources() -> None:
 
 def test_the_slowest_rank_names_the_source_of_a_chunk() -> None:
     desk = Desk(world_size=2)
-    desk.add("r", "aaaabbbb")
-    assert desk.lookup("r") == WAIT
+    assert desk.ask("r", "aaaabbbb") == WAIT
     near, far = desk.fetches()
     for fetch, source in ((far, "bucket"), (near, "disk")):
         desk.end(fetch, ranks=1, seconds=0.5, source=source)
@@ -313,11 +296,11 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
     assert desk.lookup("r") == WAIT
     desk.now_s = PATIENCE_S
     assert desk.lookup("r") == NOTHING
-    desk.add("next", "zzzzyyyyxxxx")
-    assert desk.lookup("next") == NOTHING, "what the first has seen counts for the next"
+    assert desk.ask("next", "zzzzyyyyxxxx") == NOTHING, (
+        "what the first has seen counts for the next"
+    )
     desk.end(desk.fetches())
-    desk.add("later", "qqqqwwwweeee")
-    assert desk.lookup("later") == WAIT, "it answers again"
+    assert desk.ask("later", "qqqqwwwweeee") == WAIT, "it answers again"
 
 
 def test_the_first_measurement_replaces_the_assumption() -> None:

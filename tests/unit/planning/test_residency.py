@@ -25,8 +25,7 @@ def changes(desk: Desk) -> list[tuple[ChunkKey, Residency]]:
 
 def test_a_fetched_chunk_is_in_both_tiers() -> None:
     desk = Desk(world_size=2)
-    desk.add("r", "aaaabbbb")
-    desk.lookup("r")
+    desk.ask("r", "aaaabbbb")
     a, b = desk.key("aaaa"), desk.key("aaaabbbb")
     assert log(desk) == [Origin(a, "r", 0), Origin(b, "r", 1)]
     fetches = desk.fetches()
@@ -85,15 +84,12 @@ def test_the_bucket_is_taken_back_when_it_has_lost_the_chunk() -> None:
     # Readers count announcements, so the one of before is withdrawn first.
     assert of_a == [HOST, GONE, BUCKET], "it has shown it again"
     desk.make_resident("bbbb")
-    desk.add("r", "aaaa")
-    desk.lookup("r")
+    desk.ask("r", "aaaa")
     log(desk)
     desk.end(desk.fetches(), Outcome.CORRUPT)
     assert changes(desk) == [(a, GONE), (a, NOTHING)]
     # Nobody is told again of what nobody was told of.
-    desk.add("s", "cccc")
-    desk.lookup("s")
-    desk.end(desk.fetches(), MISSING)
+    desk.end(desk.fetches_for("s", "cccc"), MISSING)
     assert changes(desk) == [(desk.key("cccc"), NOTHING)]
 
 
@@ -101,8 +97,7 @@ def test_a_fetch_that_fails_says_nothing_about_the_bucket() -> None:
     desk = Desk(slots=1)
     desk.make_resident("aaaa")
     desk.make_resident("bbbb")
-    desk.add("r", "aaaa")
-    desk.lookup("r")
+    desk.ask("r", "aaaa")
     log(desk)
     desk.end(desk.fetches(), FAILED)
     assert changes(desk) == [(desk.key("aaaa"), NOTHING)]

@@ -46,8 +46,7 @@ def answer(
 def in_host_memory(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
     """A request whose chunks are loaded from host memory."""
     tokens = len(prompt) // CHUNK * CHUNK
-    desk.add(name, prompt + "z")
-    assert desk.lookup(name).tokens == tokens
+    assert desk.ask(name, prompt + "z").tokens == tokens
     desk.admit(name, range(tokens // 2 + 1), tokens)
     loading = desk.plan()
     assert loading.loads
