@@ -24,8 +24,7 @@ SOURCES = ("own cache", "host memory", "bucket", "computed")
 @dataclass(frozen=True, slots=True)
 class Served:
     """A request that has been answered. cached_tokens: of the prompt, from all caches together.
-    ttft_s: since it was sent for the first time.
-    """
+    ttft_s: since it was sent for the first time."""
 
     prompt_tokens: int
     cached_tokens: int

@@ -256,8 +256,7 @@ class Engine:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the engine: the client first, if it lives, then core, workers and
-        children of the connectors.
-        """
+        children of the connectors."""
         ours = [p for p in psutil.process_iter() if self._is_ours(p)]
         # By number the client would come last when the numbers of processes begin anew.
         return sorted(ours, key=lambda process: process.pid != self._process.pid)

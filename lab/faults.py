@@ -46,8 +46,7 @@ from the end of the body, and None is its middle.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """verbs: for which requests, of GET, PUT, HEAD, DELETE and LIST; none: for all.
-    times: for how many of them; None: until the fault is lifted.
-    """
+    times: for how many of them; None: until the fault is lifted."""
 
     kind: Kind
     verbs: tuple[str, ...] = ()

@@ -31,8 +31,7 @@ class ProxyStatistics:
     """Since the proxy started. requests: begun, by verb. faults: requests a fault struck, by its
     kind; of "refuse" and "certificate" nobody knows how many, so they count once when set.
     bytes_up, bytes_down: of bodies passed on, to the server and from it.
-    connections: accepted; open_connections: now.
-    """
+    connections: accepted; open_connections: now."""
 
     requests: Mapping[str, int]
     faults: Mapping[str, int]

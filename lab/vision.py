@@ -53,8 +53,7 @@ def build(
 def allow_albums() -> None:
     """In the engine's process, before it starts: more than one image a prompt, one after the other
     at its beginning. vLLM allows a BLIP-2 one, which is all it was trained for; the rest of vLLM
-    does not know the difference.
-    """
+    does not know the difference."""
     from vllm.model_executor.models.blip2 import Blip2ProcessingInfo
 
     Blip2ProcessingInfo.get_supported_mm_limits = lambda self: {"image": None}

@@ -163,8 +163,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _commit() -> str:
     """The commit that has run, with a plus if there are changes on top of it: not counting results,
-    which the run before may have written.
-    """
+    which the run before may have written."""
     head = _git("rev-parse", "--short=10", "HEAD")
     changed = _git("status", "--porcelain", "--", "s3kv", "lab", "tests", "scripts")
     return f"{head}+" if changed else head

@@ -16,8 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def makeflags(folder: Path, arguments: str = "") -> str:
     """MAKEFLAGS that leave the words of a `make` as they are: it uses this interpreter instead of
-    making an environment, for which it needs a file in `folder`. arguments: ARGS, one word.
-    """
+    making an environment, for which it needs a file in `folder`. arguments: ARGS, one word."""
     stamp = folder / "stamp"
     stamp.touch()
     return f"STAMP={stamp} BIN={Path(sys.executable).parent} ARGS={arguments}"

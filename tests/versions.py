@@ -25,8 +25,7 @@ VERSION = _installed()
 
 def newer(what: str = "this") -> str:
     """Why a test is skipped whose subject first appeared in a later version. The table of versions
-    tells these tests from others that are skipped.
-    """
+    tells these tests from others that are skipped."""
     return f"{NEWER} {VERSION[0]}.{VERSION[1]}: {what}"
 
 

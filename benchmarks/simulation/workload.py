@@ -23,8 +23,7 @@ _LAST_GAP_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request. `hashes` has one block hash per *full* chunk of its prompt; `session` is equal
-    for requests that a router with sticky sessions would send to the same engine.
-    """
+    for requests that a router with sticky sessions would send to the same engine."""
 
     number: int
     time_s: float

@@ -126,8 +126,7 @@ class Host:
 @contextlib.contextmanager
 def hosts(*names: str) -> Iterator[list[Host]]:
     """Hosts on a network of their own, on which the machine itself has the address that ends with
-    1. They and everything that runs on them end with the block.
-    """
+    1. They and everything that runs on them end with the block."""
     number = os.getpid() % 250
     bridge, network = f"lab{number}", f"10.213.{number}"
     _ip(f"link add {bridge} type bridge")
@@ -161,8 +160,7 @@ def on_ray() -> dict[str, str]:
 
 def start_ray(them: Sequence[Host]) -> str:
     """Make the hosts a Ray cluster of one device each, and return its address. The first is its
-    head. Nodes know no credentials and no store.
-    """
+    head. Nodes know no credentials and no store."""
     address = f"{them[0].address}:{RAY_PORT}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     for host in them:

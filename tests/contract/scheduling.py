@@ -82,8 +82,7 @@ class Engine:
     holds. before: an engine on the same bucket, which has ended. failing: the share of orders that
     fail. ranks: their number. states: specs of groups beside the one with full attention.
     settings: vLLM's, of its scheduler and connector. With async_scheduling, which vLLM turns off on
-    a CPU, a step is scheduled before the output of the one before is taken in.
-    """
+    a CPU, a step is scheduled before the output of the one before is taken in."""
 
     def __init__(
         self,

@@ -133,7 +133,6 @@ def test_an_output_without_place_size_or_plan_is_not_saved(
     outbox: Any = side._outbox
     outbox.room = room
     report = encode(side, tensor, plan)
-    assert report is not None
     assert set(report.counters) - {"encoded", "encoded_rows"} == {counter} - {""}
     assert outbox.sent == []
 

@@ -130,7 +130,6 @@ def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None
 
     def follow() -> None:
         residency = desk.planner.ledger.residency
-        assert residency is not None
         for entry in residency.take():
             stream.take_in(entry)
         counted(stream, counts)

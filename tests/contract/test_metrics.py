@@ -71,7 +71,6 @@ def engine_step(ranks: list[Any], of_scheduler: Any) -> Any:
         for stats in ranks
     ]
     folded = KVOutputAggregator(len(ranks)).aggregate(outputs, 0)
-    assert folded is not None
     assert folded.kv_connector_output is not None
     of_ranks = folded.kv_connector_output.kv_connector_stats
     return of_scheduler if of_ranks is None else of_ranks.aggregate(of_scheduler)
@@ -133,7 +132,6 @@ def test_beside_other_connectors(exported: Exported, times: int) -> None:
     assert exported("fetch_seconds_count") == 6 * times
     assert exported("hit_tokens_bucket_total") == 48 * times
     rebuilt = MultiConnector.build_kv_connector_stats(data)
-    assert rebuilt is not None
     assert rebuilt.reduce()["S3KVConnector"]["fetch_ok"] == 6 * times
 
 

@@ -44,8 +44,7 @@ class Ready:
 
 class Remembering:
     """An engine that caches every chunk it has seen, in itself and in the bucket. It has no
-    processes but one: itself.
-    """
+    processes but one: itself."""
 
     def __init__(self, name: str, bucket: set[tuple[int, ...]] | None) -> None:
         self.name, self.bucket = name, bucket

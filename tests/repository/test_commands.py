@@ -124,8 +124,7 @@ def page() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, page: int) -> Iterator[dict[str, str]]:
     """A shell's, with `s3kv` on its path, and a bucket with one empty namespace in it. curl finds
-    port 8000 elsewhere, and make neither makes an environment nor runs what it collects.
-    """
+    port 8000 elsewhere, and make neither makes an environment nor runs what it collects."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / ".curlrc").write_text(f"connect-to = localhost:8000:127.0.0.1:{page}\n")
     script = folder / "s3kv"

@@ -168,8 +168,7 @@ class References:
 
     def engine(self, model: Path, **engine_args: Any) -> Engine:
         """The engine without a connector that computes the references for these arguments. Lives
-        until engines for `ENGINES_KEPT` other arguments were asked for.
-        """
+        until engines for `ENGINES_KEPT` other arguments were asked for."""
         name = json.dumps([str(model), engine_args], sort_keys=True)
         engine = self._engines.pop(name, None)
         if engine is None:
@@ -394,6 +393,11 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
 
 def cached(answers: Sequence[Answer]) -> list[int | None]:
     return [answer.cached_tokens for answer in answers]
+
+
+def answered(answers: Sequence[Answer]) -> tuple[list[int | None], list[list[int]]]:
+    """What of each prompt was cached, and the tokens of its answer."""
+    return cached(answers), tokens(answers)
 
 
 def check_metrics(engine: Engine) -> None:

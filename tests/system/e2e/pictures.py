@@ -50,8 +50,7 @@ def ec_connector(
 
 class Pictures:
     """`with pictures(connector) as engine`: an engine with a model that sees. Before it is shut
-    down it is audited: nothing may be left of its requests.
-    """
+    down it is audited: nothing may be left of its requests."""
 
     def __init__(self, s3: S3Server, model: Path, logs: Path) -> None:
         self._s3 = s3

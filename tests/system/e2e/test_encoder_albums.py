@@ -59,8 +59,7 @@ def test_one_prompt_takes_keys_and_values_and_items_from_the_bucket(
     pictures: Pictures, s3: S3Server, bucket: str
 ) -> None:
     """After a restart: the prefix that the KV cache has covers twelve images of fourteen, which are
-    not asked for; the other two are loaded. Both connectors count their hits.
-    """
+    not asked for; the other two are loaded. Both connectors count their hits."""
     images = list(range(40, 54))
     covered, tokens_covered = 12, 12 * vision.QUERY_TOKENS
     args = {

@@ -106,8 +106,7 @@ def test_what_is_in_the_bucket_decides_about_the_tokens(
     pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
 ) -> None:
     """The control: with zeroed items, which verify, the tokens are others; what does not verify is
-    encoded anew, and right.
-    """
+    encoded anew, and right."""
     with new_bucket(s3, like=filled) as bucket:
         zeroed(s3, bucket)
         with pictures(ec_connector(s3, bucket, "ec_consumer", miss_ttl_s=0.0)) as engine:
@@ -186,8 +185,7 @@ def test_ranks_in_processes_of_their_own_share_one_fetch(
     pictures: Pictures, s3: S3Server, filled: str
 ) -> None:
     """Two tensor ranks map the scheduler's slab, and find what an engine with one rank has saved.
-    Their tokens are not compared: two halves of a matrix round differently.
-    """
+    Their tokens are not compared: two halves of a matrix round differently."""
     sizes = {"in_process": False, "tensor_parallel_size": 2}
     with pictures(ec_connector(s3, filled), **sizes) as engine:
         answers = engine.generate([ask(image) for image in IMAGES], concurrency=4)
@@ -202,8 +200,7 @@ def test_keys_and_values_and_images_together(
     pictures: Pictures, s3: S3Server, bucket: str, right: list[Answer]
 ) -> None:
     """Both connectors in one engine, after a restart: one prompt's prefix comes from the bucket and
-    covers its image, which is then not asked for; another's image does.
-    """
+    covers its image, which is then not asked for; another's image does."""
     long = Ask([20 + n % 400 for n in range(400)], images=[1])
     args = {"enable_prefix_caching": True, "connector": patient_for(s3, bucket)}
     ec = ec_connector(s3, bucket)

@@ -20,11 +20,11 @@ from tests.system.e2e.conftest import (
     START_AND_STOP_S,
     Rig,
     Serve,
+    answered,
     at_rest,
     cached,
     changed,
     slabs,
-    tokens,
 )
 from tests.system.e2e.test_failures import wait_until
 
@@ -49,7 +49,7 @@ def test_fp8_kv_cache(rig: Rig) -> None:
             done = at_rest(engine)
             engine.reset_prefix_cache()
             answers = engine.generate(PROMPTS)
-            assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+            assert answered(answers) == answered(expected)
     assert done["fetch_ok"] == 3 * 3
     # One byte for each number, and not two.
     assert done["load_bytes"] == 3 * HIT * models.TINY.kv_bytes_per_token // 2
@@ -108,13 +108,13 @@ def test_two_data_parallel_engines_share_the_bucket(rig: Rig) -> None:
     """Each has a worker with an I/O process and a slab of its own, and what one has computed the
     next two read, whichever is asked."""
     prompts = models.prompts(6, 400, seed=53)
-    expected = tokens(rig.reference(rig.tiny, prompts, **FLOAT32))
+    expected = rig.truth(prompts)
     for hit in (0, HIT):
         with rig.launch(rig.tiny, rig.patient, data_parallel_size=2, **FLOAT32) as engine:
             assert len(engine.io_processes()) == 2
             mapped = Counter(slab for process in engine.processes() for slab in slabs(process))
             assert sorted(mapped.values()) == [2, 2], "a worker and its I/O process map a slab"
             answers = engine.generate(prompts, concurrency=6)
-            assert (cached(answers), tokens(answers)) == ([hit] * 6, expected)
+            assert answered(answers) == ([hit] * 6, expected)
             wait_until("all is in the bucket", lambda: len(rig.objects()) == 6 * 3)
             assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0

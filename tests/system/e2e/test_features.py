@@ -44,8 +44,7 @@ ADAPTERS = (1, 2)
 @dataclass(frozen=True)
 class Lives:
     """Engines with the same arguments. cold: saves. warm: starts with an empty memory, and reads
-    what `cold` has saved. plain: has no connector.
-    """
+    what `cold` has saved. plain: has no connector."""
 
     plain: Engine
     cold: Engine
@@ -59,8 +58,7 @@ class Lives:
         self, asks: list[dict[str, Any]], hits: list[int], **how: Any
     ) -> list[dict[str, Any]]:
         """Serve `asks` in all lives, and compare. hits: the tokens of each that are read. Returns
-        the replies of the engine without a connector.
-        """
+        the replies of the engine without a connector."""
         served(self.plain, asks)
         expected = served(self.plain, asks)
         for engine in (self.cold, self.warm, self.warm):
@@ -165,8 +163,7 @@ def test_prompts_of_embeddings(lives: Lives) -> None:
 
 def test_prompts_of_tokens_and_embeddings(lives: Lives) -> None:
     """Of the same ids and embeddings, told apart by which of the two counts where. vLLM alone gives
-    all of them the answer of the first (vllm#56655), so its cache is emptied between them.
-    """
+    all of them the answer of the first (vllm#56655), so its cache is emptied between them."""
     alone = {"embeds": [3, 400]}
     masks = [[True] * 400, [n < 200 for n in range(400)], [n >= 200 for n in range(400)]]
     asks = [alone, *({**alone, "prompt": [0] * 400, "mask": mask} for mask in masks)]
@@ -218,8 +215,7 @@ def test_running_requests_survive_a_reset_of_the_engine_s_own_cache(lives: Lives
 
 def test_running_requests_survive_a_reset_of_all_caches(lives: Lives) -> None:
     """They compute their prompts again, and save nothing: they may hold KV from before. This test
-    is the last, because the engines share nothing after it.
-    """
+    is the last, because the engines share nothing after it."""
     asks = [waiting_for_a_reset() for _ in range(2)]
     expected = choices(served(lives.plain, asks))
     for engine in (lives.cold, lives.warm):

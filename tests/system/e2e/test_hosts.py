@@ -25,7 +25,7 @@ from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Ask, Engine, EngineFailed, Pending
 from lab.hosts import Host, gateway, hosts, on_ray, start_ray
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, Rig, cached, changed, slabs, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, changed, slabs
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import port_of, wait_until
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP, holds
@@ -177,7 +177,7 @@ def check_local(them: list[Host], env: dict[str, str]) -> None:
 def test_killed_and_started_again_it_hits(
     rig: Rig, spread: Spread, engine_args: dict[str, Any], parts: set[str]
 ) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    expected = rig.truth(PROMPTS)
     with hosts("one", "two") as them, valve(port_of(rig.s3), gateway(them[0])) as store:
         settings = {
             "connector": changed(rig.patient, endpoint_url=store.url),
@@ -185,9 +185,7 @@ def test_killed_and_started_again_it_hits(
             **engine_args,
         }
         with spread(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as cold:
-            answers = cold.generate(PROMPTS[:2])
-            assert cached(answers) == [0, 0]
-            assert tokens(answers) == expected[:2]
+            assert answered(cold.generate(PROMPTS[:2])) == ([0, 0], expected[:2])
             wait_until(
                 "both prompts are in the bucket",
                 lambda: holds(rig.s3, rig.bucket, 2 * CHUNKS, parts),
@@ -197,9 +195,7 @@ def test_killed_and_started_again_it_hits(
             restart(them, cold)
         check_sound(rig.s3, rig.bucket)
         with spread(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as warm:
-            answers = warm.generate(PROMPTS)
-            assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
-            assert tokens(answers) == expected
+            assert answered(warm.generate(PROMPTS)) == ([CHUNKS * 128, CHUNKS * 128, 0], expected)
             counts = warm.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0
@@ -245,7 +241,7 @@ def test_without_s3kv_a_host_cut_off_takes_the_engine(tiny: Path, tmp_path: Path
 def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_stored(
     rig: Rig,
 ) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    expected = rig.truth(PROMPTS)
     settings: dict[str, Any] = {"dtype": "float32", **TENSOR}
     seed(rig.tiny, rig.s3, rig.bucket, rig.tmp_path, connector=rig.patient, **settings)
     stored = rig.s3.everything(rig.bucket)
@@ -263,9 +259,7 @@ def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_sto
         assert rig.s3.everything(rig.bucket) == stored
         check_sound(rig.s3, rig.bucket)
         with by_ray(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as fresh:
-            answers = fresh.generate(PROMPTS)
-            assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
-            assert tokens(answers) == expected
+            assert answered(fresh.generate(PROMPTS)) == ([CHUNKS * 128, CHUNKS * 128, 0], expected)
             counts = fresh.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0

@@ -80,8 +80,7 @@ def test_one_name_for_two_images_in_one_engine_poisons_no_bucket(
     pictures: Pictures, s3: S3Server, bucket: str, right: dict[int, Answer]
 ) -> None:
     """There vLLM itself answers about the first image, whichever is sent, because its own caches go
-    by names; what it has computed then must not be found as the second one's.
-    """
+    by names; what it has computed then must not be found as the second one's."""
     kv = patient_for(s3, bucket)
     args = PREFIX_CACHE | {"connector": kv, "mm_processor_cache_gb": 0}
     with pictures(ec_connector(s3, bucket), **args) as engine:

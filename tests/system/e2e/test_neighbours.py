@@ -15,8 +15,8 @@ from tests.system.e2e.conftest import (
     References,
     Rig,
     Serve,
+    answered,
     at_rest,
-    cached,
     changed,
     tokens,
 )
@@ -53,7 +53,7 @@ def neighbour(**settings: Any) -> dict[str, Any]:
 def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
     rig: Rig, first: bool
 ) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    expected = rig.truth(PROMPTS)
 
     def both(life: str) -> dict[str, Any]:
         other = offloading({"type": "fs", "root_dir": str(rig.tmp_path / life)}, 2**26)
@@ -63,14 +63,10 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
         assert tokens(engine.generate(PROMPTS)) == expected
         assert at_rest(engine)["upload_ok"] == 15
         engine.reset_prefix_cache()
-        answers = engine.generate(PROMPTS)
-        assert tokens(answers) == expected
-        assert cached(answers) == [HIT] * 3
+        assert answered(engine.generate(PROMPTS)) == ([HIT] * 3, expected)
         assert (at_rest(engine)["hit_tokens_host"] == 3 * HIT) is first
     with rig.serve(rig.tiny, both("second"), **FLOAT32) as engine:
-        answers = engine.generate(PROMPTS)
-        assert tokens(answers) == expected
-        assert cached(answers) == [HIT] * 3
+        assert answered(engine.generate(PROMPTS)) == ([HIT] * 3, expected)
         assert at_rest(engine)["hit_tokens_bucket"] == 3 * HIT
 
 
@@ -85,13 +81,11 @@ def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on
     for hit in (0, HIT):
         with serve(tiny, both, in_process=in_process, **FLOAT32, **SECOND) as engine:
             engine.generate([warm_up])
-            answers = engine.generate(PROMPTS)
-            assert tokens(answers) == expected
-            assert cached(answers) == [hit] * 3
+            assert answered(engine.generate(PROMPTS)) == ([hit] * 3, expected)
 
 
 def test_the_request_of_the_first_step_is_computed_and_harms_nobody(rig: Rig) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    expected = rig.truth(PROMPTS)
     both = several(neighbour(greets=True), rig.patient)
     with rig.serve(rig.tiny, both, **FLOAT32, **SECOND) as engine:
         assert tokens(engine.generate(PROMPTS, concurrency=3)) == expected
@@ -111,7 +105,7 @@ def test_with_the_handshakes_the_other_way_round_vllm_does_not_start(rig: Rig) -
 
 
 def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(rig: Rig) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    expected = rig.truth(PROMPTS)
     both = several(neighbour(greets=True), changed(rig.patient, bucket="nobodys-bucket"))
     with rig.serve(rig.tiny, both, at_rest=False, **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
@@ -122,7 +116,7 @@ def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(rig: Rig
 
 def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(rig: Rig) -> None:
     """Here it loads nothing, and the engine computes with what is in the blocks."""
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    expected = rig.truth(PROMPTS)
     with rig.serve(
         rig.tiny, several(neighbour(offers=256), rig.patient), **FLOAT32, **SECOND
     ) as engine:

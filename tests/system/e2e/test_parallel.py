@@ -16,7 +16,7 @@ from lab import models
 from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
-from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, at_rest, cached, tokens
 from tests.system.e2e.test_failures import wait_until
 
 PROMPTS = models.prompts(2, 800)
@@ -64,7 +64,7 @@ def holds(s3: S3Server, bucket: str, chunks: int, parts: set[str]) -> bool:
 )
 def test_two_ranks(rig: Rig, engine_args: dict[str, Any], ranks: set[str]) -> None:
     """A new process hits what both ranks have, and nothing of what one of them has lost."""
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    expected = rig.truth(PROMPTS)
 
     args = {"dtype": "float32", **engine_args}
 
@@ -85,9 +85,7 @@ def test_two_ranks(rig: Rig, engine_args: dict[str, Any], ranks: set[str]) -> No
     for keys in of_the_first.values():
         rig.s3.client().delete_object(Bucket=rig.bucket, Key=keys[lost])
     with rig.launch(rig.tiny, rig.patient, **args) as warm:
-        answers = warm.generate(PROMPTS)
-        assert cached(answers) == [0, CHUNKS * 128]
-        assert tokens(answers) == expected
+        assert answered(warm.generate(PROMPTS)) == ([0, CHUNKS * 128], expected)
         wait_until("what was lost is there again", lambda: everything(2))
         check_counts(warm.metrics())
 
@@ -137,15 +135,13 @@ def test_new_weights_find_nothing_of_the_old_on_any_rank(rig: Rig) -> None:
         assert before < set(shards(rig.s3, rig.bucket))
 
         engine.reset_prefix_cache()
-        answers = engine.generate(PROMPTS)
-        assert cached(answers) == [CHUNKS * 128] * 2
-        assert tokens(answers) == expected
+        assert answered(engine.generate(PROMPTS)) == ([CHUNKS * 128] * 2, expected)
         assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
 
 
 def test_two_engines_at_once(rig: Rig) -> None:
     """Both compute the same prompts at the same time, and both upload every chunk."""
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    expected = rig.truth(PROMPTS)
     everything = len(PROMPTS) * CHUNKS
     with (
         rig.serve(rig.tiny, rig.patient, dtype="float32") as one,
@@ -159,11 +155,8 @@ def test_two_engines_at_once(rig: Rig) -> None:
         assert uploads["upload_failed"] == 0
         for engine in (one, other):
             engine.reset_prefix_cache()
-            answers = engine.generate(PROMPTS)
-            assert cached(answers) == [CHUNKS * 128] * 2
-            assert tokens(answers) == expected
+            assert answered(engine.generate(PROMPTS)) == ([CHUNKS * 128] * 2, expected)
     with rig.serve(rig.tiny, rig.patient, dtype="float32") as third:
         answers = third.generate(PROMPTS)
         assert at_rest(third)["hit_tokens_bucket"] == everything * 128
-    assert cached(answers) == [CHUNKS * 128] * 2
-    assert tokens(answers) == expected
+    assert answered(answers) == ([CHUNKS * 128] * 2, expected)

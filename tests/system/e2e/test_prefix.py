@@ -25,6 +25,7 @@ from tests.system.e2e.conftest import (
     References,
     Rig,
     Serve,
+    answered,
     at_rest,
     cached,
     changed,
@@ -96,7 +97,7 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
         answers = engine.generate(PROMPTS)
         done = at_rest(engine)
         metrics = engine.metrics()
-        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert answered(answers) == answered(expected)
         assert done == {
             "fetches": all_chunks,
             "fetch_ok": all_chunks,
@@ -113,13 +114,13 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
 
         # The engine itself remembers: s3kv is not asked for anything.
         answers = engine.generate(PROMPTS)
-        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert answered(answers) == answered(expected)
         assert at_rest(engine) == done
 
         # The engine has forgotten: host memory, and no request to the bucket.
         assert engine.call("lab.audit:reset", connector=False)
         answers = engine.generate(PROMPTS)
-        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert answered(answers) == answered(expected)
         assert at_rest(engine) - done == {"hit_tokens_host": 4 * HIT} | LOADED
 
         # All is forgotten, as after a change of weights: nothing old is ever hit again, …
@@ -135,7 +136,7 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
         assert engine.call("lab.audit:reset", connector=False)
         before = at_rest(engine)
         answers = engine.generate(PROMPTS)
-        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert answered(answers) == answered(expected)
         assert at_rest(engine) - before == {"hit_tokens_host": 4 * HIT} | LOADED
 
 
@@ -144,8 +145,7 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
 ) -> None:
     """Zeroed KV under a valid digest is served and changes the tokens, or this suite proves
     nothing. Damage of any kind is a miss from there on, and what was damaged or is missing is saved
-    again.
-    """
+    again."""
     whole = reference(tiny, PROMPTS[:1], **SECOND)
     nothing = reference(tiny, PROMPTS[1:3], hit_tokens=0, **SECOND)
     part = reference(tiny, PROMPTS[3:], hit_tokens=256, **SECOND)
@@ -178,8 +178,7 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
 
     assert zeros.cached_tokens == HIT
     assert zeros.tokens != whole[0].tokens
-    assert cached(damaged) == [0, 0, 256]
-    assert tokens(damaged) == tokens([*nothing, *part])
+    assert answered(damaged) == ([0, 0, 256], tokens([*nothing, *part]))
     assert done["fetch_corrupt"] == 3
     assert done["fetch_missing"] == 1
     for reason in ("digest", "length", "block_hash"):
@@ -191,8 +190,7 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
 
 def test_prompts_of_all_lengths(rig: Rig) -> None:
     """Shorter than a chunk, whole chunks and nothing else, longer than a step of the engine; and
-    one that leaves the common prefix before the end of what was saved.
-    """
+    one that leaves the common prefix before the end of what was saved."""
     (short,) = models.prompts(1, 100, seed=1)
     (whole,) = models.prompts(1, 512, seed=2)
     (long,) = models.prompts(1, 1_500, seed=3)
@@ -202,18 +200,14 @@ def test_prompts_of_all_lengths(rig: Rig) -> None:
 
     with rig.serve(rig.tiny, rig.patient, **short_steps) as engine:
         asked = [short, whole, long]
-        answers = engine.generate(asked)
-        assert cached(answers) == [0, 0, 0]
-        assert tokens(answers) == tokens(rig.reference(rig.tiny, asked, **FLOAT32))
+        assert answered(engine.generate(asked)) == ([0, 0, 0], rig.truth(asked))
         assert at_rest(engine)["upload_ok"] == 0 + 4 + 11
 
     with rig.serve(rig.tiny, rig.patient, **short_steps) as engine:
         # The engine's cache answers `whole` but for its last block, which vLLM never takes from
         # there; the bucket's may cover a prompt to its end, of which then one token is computed.
         asked = [short, forked, whole, long]
-        answers = engine.generate(asked)
-        assert cached(answers) == [0, 512, 512, 1_408]
-        assert tokens(answers) == tokens(rig.reference(rig.tiny, asked, **FLOAT32))
+        assert answered(engine.generate(asked)) == ([0, 512, 512, 1408], rig.truth(asked))
         done = at_rest(engine)
         assert done["hit_tokens_bucket"] + done["hit_tokens_host"] == 512 + 128 + 1_408
         assert done["fetch_ok"] == 4 + 11
@@ -223,8 +217,7 @@ def test_prompts_of_all_lengths(rig: Rig) -> None:
 
 def test_own_hit_ends_within_a_chunk(rig: Rig) -> None:
     """Chunks of two blocks. A prompt that shares three blocks leaves the engine with half of the
-    second chunk: the other half comes from host memory, and what it has is not overwritten.
-    """
+    second chunk: the other half comes from host memory, and what it has is not overwritten."""
     (prompt,) = models.prompts(1, 800, seed=5)
     (tail,) = models.prompts(1, 300, seed=6)
     sibling = prompt[: 3 * 128] + tail
@@ -234,8 +227,7 @@ def test_own_hit_ends_within_a_chunk(rig: Rig) -> None:
         before = at_rest(engine)
         answers = engine.generate([sibling, prompt])
         done = at_rest(engine) - before
-    assert cached(answers) == [256, 768]
-    assert tokens(answers) == tokens(rig.reference(rig.tiny, [sibling, prompt], **FLOAT32))
+    assert answered(answers) == ([256, 768], rig.truth([sibling, prompt]))
     assert done["hit_tokens_host"] == 256 + (768 - 3 * 128)
 
 

@@ -148,8 +148,7 @@ def test_preempted_while_scheduling_ahead(second_life: Engine, truth: Truth) -> 
 @pytest.mark.long
 def test_aborted_at_any_moment_while_scheduling_ahead(second_life: Engine, truth: Truth) -> None:
     """Whenever a request is given up, it leaves nothing behind, and the next one with the same
-    prompt is answered as if it had not been there.
-    """
+    prompt is answered as if it had not been there."""
     in_bucket = iter(PROMPTS[2:])
     aborts = Aborts(second_life, truth)
     abort_at, still_right = aborts.at, aborts.still_right
@@ -179,8 +178,7 @@ def test_aborted_at_any_moment_while_scheduling_ahead(second_life: Engine, truth
 def test_blocks_are_read_before_the_next_step_zeroes_them(rig: Rig) -> None:
     """The runner zeroes a request's new blocks before it tells us which fences to set. With the
     guard against that, saves that are as late as can be still save what was there; without it they
-    save zeros, and tokens are wrong.
-    """
+    save zeros, and tokens are wrong."""
     prompts = models.prompts(6, 1_200, seed=23)
     sizes = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1_600}
     with rig.serve(
@@ -253,8 +251,7 @@ def test_encoder_outputs_beside_keys_and_values(
     pictures: Pictures, s3: S3Server, encoded: str
 ) -> None:
     """What a process that only encodes has saved is not encoded again by one that serves, with both
-    connectors; and what that one encodes itself it saves.
-    """
+    connectors; and what that one encodes itself it saves."""
     with pictures(None) as engine:
         right = engine.generate([ask(image) for image in [*IMAGES, 5]])
     assert list(s3.objects(encoded).values()) == [ITEM_BYTES] * len(IMAGES)

@@ -25,7 +25,7 @@ from lab import models
 from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.service import free_ports
-from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
 
@@ -183,9 +183,8 @@ def test_the_plugin_is_installed() -> None:
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 def test_serve_restart_serve(rig: Rig) -> None:
     """Ctrl-C in the middle of uploads: vLLM kills its engine at once, and all that the engine has
-    started. The next server hits what has been uploaded, and computes and uploads the rest.
-    """
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    started. The next server hits what has been uploaded, and computes and uploads the rest."""
+    expected = rig.truth(PROMPTS)
     by_name = dict(rig.patient)
     del by_name["kv_connector_module_path"]
     with valve(port_of(rig.s3)) as slow:
@@ -311,7 +310,7 @@ def test_ctrl_c_twice_during_a_start_leaves_nothing_running(rig: Rig, printed: s
 def test_a_request_says_what_of_it_is_cached(rig: Rig) -> None:
     """A private request, one that vLLM refuses, one that s3kv cannot read, and one with a limit:
     the last one alone leaves objects."""
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    expected = rig.truth(PROMPTS)
     log = rig.tmp_path / "server.log"
     with vllm_serve(rig.tiny, rig.patient, rig.s3.env, log) as server:
         private = {"s3kv": {"save": False}}
@@ -331,8 +330,7 @@ def test_a_request_says_what_of_it_is_cached(rig: Rig) -> None:
 
 def last_line_of_the_error(printed: list[str]) -> str:
     """The last with an error of ours. vLLM ends with one of its own, which points up, and Python
-    may complain about what the processes have left behind.
-    """
+    may complain about what the processes have left behind."""
     ours = [n for n, line in enumerate(printed) if re.search(r"s3kv\.errors\.\w+: ", line)]
     assert ours, "\n".join(printed[-60:])
     below = "\n".join(printed[ours[-1] + 1 :])

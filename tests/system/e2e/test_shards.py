@@ -12,7 +12,15 @@ import pytest
 from lab import families, latent, models
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
-from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, changed, tokens
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    Rig,
+    answered,
+    at_rest,
+    cached,
+    changed,
+    tokens,
+)
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_latent import ARGS as LATENT
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP
@@ -64,15 +72,14 @@ def namespaces(s3: S3Server, bucket: str) -> set[str]:
 )
 def test_what_one_size_has_stored_others_hit(rig: Rig, engines: tuple[dict[str, Any], ...]) -> None:
     """Each engine hits all that those before it have computed, and computes one prompt more."""
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    expected = rig.truth(PROMPTS)
     shares = changed(rig.patient, share_ranks=True)
     stored: dict[str, int] = {}
     for number, engine_args in enumerate(engines):
         names = NAMES[id(engine_args)]
         with rig.launch(rig.tiny, shares, dtype="float32", **engine_args) as engine:
             answers = engine.generate(PROMPTS[: number + 1])
-            assert tokens(answers) == expected[: number + 1]
-            assert cached(answers) == [CHUNKS * 128] * number + [0]
+            assert answered(answers) == ([CHUNKS * 128] * number + [0], expected[: number + 1])
             counts = engine.metrics()
             assert counts["vllm:s3kv_internal_errors_total"] == 0
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == number * CHUNKS * 128
@@ -85,13 +92,11 @@ def test_what_one_size_has_stored_others_hit(rig: Rig, engines: tuple[dict[str, 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
 def test_without_the_setting_each_size_is_alone(rig: Rig) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS[:1], dtype="float32"))
+    expected = rig.truth(PROMPTS[:1])
     stored: dict[str, int] = {}
     for engine_args in (ONE, TENSOR):
         with rig.launch(rig.tiny, rig.patient, dtype="float32", **engine_args) as engine:
-            answers = engine.generate(PROMPTS[:1])
-            assert cached(answers) == [0]
-            assert tokens(answers) == expected
+            assert answered(engine.generate(PROMPTS[:1])) == ([0], expected)
             stored |= dict.fromkeys(NAMES[id(engine_args)], CHUNKS)
             wait_until_there(rig.s3, rig.bucket, stored)
     assert len(namespaces(rig.s3, rig.bucket)) == 2
@@ -127,9 +132,7 @@ def test_windows_are_shared_as_well(rig: Rig) -> None:
         (shard,) = held(rig.s3, rig.bucket)
         wait_until_there(rig.s3, rig.bucket, held(rig.s3, rig.bucket))
     with rig.launch(model, shares, dtype="float32", **TENSOR) as engine:
-        answers = engine.generate(PROMPTS[:1])
-        assert cached(answers) == [CHUNKS * 128]
-        assert tokens(answers) == expected
+        assert answered(engine.generate(PROMPTS[:1])) == ([CHUNKS * 128], expected)
         assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
     assert set(held(rig.s3, rig.bucket)) == {shard}, "what is put together is not stored again"
     assert len(namespaces(rig.s3, rig.bucket)) == 1

@@ -44,8 +44,7 @@ def drafted(engine: Engine, prompts: list[list[int]]) -> Drafted:
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 def test_every_tier_gives_the_tokens_and_the_drafts_of_a_local_hit(rig: Rig, method: str) -> None:
     """The draft model is the model itself, so that its drafts are accepted if its KV is right. Of
-    tokens that follow others in a random prompt hardly any is.
-    """
+    tokens that follow others in a random prompt hardly any is."""
     found = {"model": str(rig.tiny)} if method == "draft_model" else {"prompt_lookup_min": 1}
     speculation = {"method": method, "num_speculative_tokens": 3, **found}
     args: dict[str, Any] = {"dtype": "float32", "speculative_config": speculation}

@@ -120,8 +120,7 @@ def test_a_new_process_gives_the_tokens_of_a_local_hit(
     reference: References,
 ) -> None:
     """Cold, from the primary tier, and in a new process from the bucket. Then with every object
-    zeroed, whose tokens differ: what is stored matters.
-    """
+    zeroed, whose tokens differ: what is stored matters."""
     model = tiny if case.name == "tiny" else case.build(models_dir, case.name)
     prompts = models.prompts(2, case.prompt, seed=81)
     asks = [Ask(prompt, max_tokens=40) for prompt in prompts]

@@ -89,8 +89,7 @@ def test_an_adapter_is_cached_from_its_second_request_or_its_load_on(
     tiny: Path, adapter: Path, patient: dict[str, Any], serve: Serve, truth: Truth
 ) -> None:
     """vLLM's server loads adapters before the first request, `LLM` with it. Other engines share
-    what was saved, whatever number the adapter has there.
-    """
+    what was saved, whatever number the adapter has there."""
     expected = truth.of(adapter)
     with serve(tiny, patient, **LORA, **EXACT) as engine:
         assert generated(engine, named(adapter)) == (expected, [0, 0, 0])
@@ -160,8 +159,7 @@ def test_an_adapter_that_is_loaded_again_with_other_content(
     rig: Rig, adapter: Path, truth: Truth, how: str
 ) -> None:
     """Under the same name and path, so that vLLM's own cache holds both. The engine answers as
-    one without a connector would; engines after it get nothing wrong, with the old files or new.
-    """
+    one without a connector would; engines after it get nothing wrong, with the old files or new."""
     old = truth.of(adapter)
     others = [models.build_adapter(rig.tmp_path / f"{n}", models.TINY, seed=n) for n in (2, 3)]
     with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:

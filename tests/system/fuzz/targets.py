@@ -100,8 +100,7 @@ def with_value(form: ChunkFormat, good: bytes, path: list[Any], value: Any) -> b
 
 def judge(form: ChunkFormat, good: bytes, candidate: bytes) -> str | None:
     """What the reader of the whole object, and the reader of each part, say. Raises `Wrong` if one
-    of them takes what is not there.
-    """
+    of them takes what is not there."""
     place = Place.of(candidate, form.header_bytes)
     refusal = form.check(place, len(candidate), HASH)
     if refusal is None and candidate != good:

@@ -111,7 +111,6 @@ class Victim:
             self.kill(pid)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
 
 

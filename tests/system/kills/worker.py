@@ -46,7 +46,6 @@ def serve(pipe: Connection, rank: int, config: Config, seed: int) -> None:
         clock=time.monotonic,
         padding_bytes=PADDING_BYTES,
     )
-    assert client is not None
     client.wait_ready(20.0)
     pipe.send(client.pid)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

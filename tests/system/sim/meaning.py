@@ -1,6 +1,5 @@
 """Bytes that say what they are: of which token, after which prefix, computed with which weights of
-which model, of which head, in which layer. So a wrong byte anywhere is seen, and can be read.
-"""
+which model, of which head, in which layer. So a wrong byte anywhere is seen, and can be read."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ _ERRORS: dict[str, type[Exception]] = {
 class Bucket:
     """accuse: is told of what must not be. check_put: sees every chunk that is written. clock: the
     server's. min_age_s: nobody deletes in bulk what was written since then. foreign: keys that
-    nobody may touch.
-    """
+    nobody may touch."""
 
     rng: random.Random
     accuse: Callable[[str], None]

@@ -60,7 +60,6 @@ def test_a_proof_is_shown_written_and_leaves_nothing(run: Run, boto: Any, tmp_pa
     assert left(boto) == []
     assert list(PLANS[0].argv) == ["--model=m", "--max-model-len", "2048"]
     settings = proof.settings_of(PLANS[0].connector)
-    assert settings is not None
     assert settings["prefix"].startswith("s3kv/prove/")
 
 

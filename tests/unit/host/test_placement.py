@@ -1,6 +1,5 @@
 """Placement: NUMA nodes chosen from what Linux writes and asked for in the real kernel, huge pages,
-and the processors beside a model.
-"""
+and the processors beside a model."""
 
 from __future__ import annotations
 

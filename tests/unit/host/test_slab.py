@@ -157,8 +157,7 @@ OTHERS_BYTES = 2**20
 
 class Host:
     """A host with a limit, and no processes but this one and its sisters. What its slabs have taken
-    is in use, as the kernel counts it.
-    """
+    is in use, as the kernel counts it."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._root = root

@@ -1,6 +1,5 @@
 """The table against its transition table, a plain-dict model, and by example: first in a room of
-equal slots, then what is different where sizes differ.
-"""
+equal slots, then what is different where sizes differ."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ def make_table(count: int) -> Table:
 
 def reserve(table: Table, of: ChunkKey) -> Entry:
     reservation = table.reserve(of)
-    assert reservation is not None
     return reservation.entry
 
 
@@ -93,7 +91,6 @@ def test_a_chain_leaves_from_its_tail() -> None:
     evicted: list[ChunkKey] = []
     for number in range(4, 8):
         reservation = table.reserve(key(number))
-        assert reservation is not None
         evicted += reservation.evicted
     assert evicted == [key(3), key(2), key(1), key(0)]
 
@@ -105,7 +102,6 @@ def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
     with pytest.raises(TableError, match="gone"):
         table.touch_chain(chain)
     reservation = table.reserve(key(10))
-    assert reservation is not None
     assert reservation.evicted == [key(1)]
 
 
@@ -237,7 +233,6 @@ def of_pages(count: int) -> Table:
 
 def filled(table: Table, number: int, nbytes: int) -> Entry:
     reservation = table.reserve(key(number), nbytes)
-    assert reservation is not None
     table.commit(reservation.entry, dirty=False)
     return reservation.entry
 
@@ -246,8 +241,7 @@ def filled(table: Table, number: int, nbytes: int) -> Entry:
 def test_no_history_makes_the_slab_smaller(seed: int) -> None:
     """Sizes from one page to half of the slab, dirty ones, pins that come and go: every placement
     that fails has something in its way, none evicts more than it may, and in the end the largest
-    entry still fits.
-    """
+    entry still fits."""
     draw = random.Random(seed)
     table = of_pages(1024)
     filling: list[Entry] = []

@@ -138,8 +138,7 @@ async def served(
     **settings: Any,
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     """A process served in this loop, greeted (with `handshake` and these settings, unless told
-    otherwise) but not yet heard. settings: constants, too (`lab.constants`).
-    """
+    otherwise) but not yet heard. settings: constants, too (`lab.constants`)."""
     settings, others = constants.split(settings)
     ours, theirs = socket.socketpair()
     serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))

@@ -79,8 +79,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 class SlowThreads(ThreadPoolExecutor):
     """The threads of a loop, which begin nothing while the gate is shut. In `asyncio.to_thread`
-    and in `run_in_executor` the work has begun all the same: nobody can call it back.
-    """
+    and in `run_in_executor` the work has begun all the same: nobody can call it back."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,8 +85,7 @@ class Caller:
 
     async def cut(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The call's result. Some are to be cancelled, in one way or another, and about half of
-        those have ended by then.
-        """
+        those have ended by then."""
         if self._draw.random() >= self._cut:
             return await call
         pause_s = self._draw.choice([0.0, self._draw.random() * 0.02])

@@ -18,7 +18,6 @@ def fleet(heads: int, layers: int, tp: int, stages: int = 1) -> list[Shard]:
         for rank in range(tp):
             name = shard_name(max(1, heads // tp), heads, span, layers, tp_rank=rank, tp_size=tp)
             shard = Shard.parse(name)
-            assert shard is not None
             assert shard.name == name
             found.append(shard)
     return found

@@ -44,8 +44,7 @@ class BlockPool:
 
     def hit(self, request: Request) -> tuple[int, Tables]:
         """The length of the request's prefix that is found again, and the blocks that a resume
-        there needs; the last token is always computed.
-        """
+        there needs; the last token is always computed."""
         whole = (request.known - 1) // self._step * self._step
         for tokens in range(whole, 0, -self._step):
             tables = [self._found(request, number, tokens) for number in range(len(self._specs))]
@@ -86,8 +85,7 @@ class BlockPool:
     def allocate(self, request: Request, computed: int, tokens: int, hit: Tables) -> Tables | None:
         """Give the request its `hit` and new blocks, so that there is room for `tokens`, of which
         those before `computed` are or will be there. Returns the new ones; None when there are not
-        enough. What no token from `computed` on sees is given up in both cases.
-        """
+        enough. What no token from `computed` on sees is given up in both cases."""
         self._give_up(request, computed)
         if self.missing(request, computed, tokens, hit) > len(self._free):
             return None

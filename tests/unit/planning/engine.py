@@ -39,8 +39,7 @@ class _Output:
 
 class Engine:
     """ranks: other ones than those that move meanings. prefixes: shared by engines that share a
-    bucket, and so are numbers, of which every weight update takes a new one.
-    """
+    bucket, and so are numbers, of which every weight update takes a new one."""
 
     def __init__(
         self,
@@ -123,8 +122,7 @@ class Engine:
 
     def reset(self) -> None:
         """New weights: nothing of before may be used any more. While a load runs the engine
-        refuses, and keeps its weights, but the connector has been told to reset all the same.
-        """
+        refuses, and keeps its weights, but the connector has been told to reset all the same."""
         while self._outputs:
             self.finish_step()
         for request in [*reversed(self.running)]:

@@ -100,8 +100,7 @@ def hash_of(prefix_id: int) -> bytes:
 @dataclass(eq=False)
 class Request:
     """`chain` has the prefix ids of its prompt and of all it will ever sample; the first `known`
-    have been given or sampled. `outstanding`: samples of steps whose output has not come back.
-    """
+    have been given or sampled. `outstanding`: samples of steps whose output has not come back."""
 
     request_id: str
     chain: list[int]

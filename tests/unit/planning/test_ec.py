@@ -117,7 +117,6 @@ def test_an_aborted_request_cancels_what_nobody_else_wants() -> None:
     desk.planner.finished("r")
     assert desk.planner.take_cancels() == [1]
     held = desk.planner.ledger.table.lookup(A.key)
-    assert held is not None
     assert not held.is_resident, "its place is not free before the fetch has ended"
     assert not desk.ensure("s", A), "whoever joins a cancelled fetch waits for its end"
     desk.answer(Outcome.CANCELLED)
@@ -167,7 +166,6 @@ def test_room_is_for_the_widest_until_the_first_item_has_told() -> None:
     assert desk.orders[0][0].item.nbytes == object_bytes("BF16", A.rows, 8 * WIDTH)
     desk.answer()
     held = desk.planner.ledger.table.lookup(A.key)
-    assert held is not None
     assert held.nbytes == nbytes(A), "what it did not need is free again"
     desk.ensure("r", A, B)
     assert desk.orders[0][0].item.nbytes == nbytes(B)

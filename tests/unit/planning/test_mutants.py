@@ -1,6 +1,5 @@
 """Planners with one rule taken out. The state machine has to notice every one of them; what it
-finds only in long runs, an example does.
-"""
+finds only in long runs, an example does."""
 
 from __future__ import annotations
 

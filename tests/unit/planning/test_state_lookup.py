@@ -32,7 +32,6 @@ def put(desk: Desk, group: Coverage, *chunks: int) -> None:
     """Make these chunks resident."""
     for chunk in chunks:
         reservation = desk.planner.ledger.table.reserve(key(desk, group, chunk))
-        assert reservation is not None
         desk.planner.ledger.table.commit(reservation.entry, dirty=False)
 
 
@@ -150,6 +149,5 @@ def check_load(desk: Desk, groups: tuple[Coverage, ...], begin: int, end: int) -
             at = tables[group.number].index(part.block_ids[0])
             chunk, first_block = divmod(at, group.blocks_per_chunk)
             entry = desk.planner.ledger.table.lookup(key(desk, group, chunk))
-            assert entry is not None
             assert (part.slot, part.first_block) == (entry.number, first_block - group.held.start)
     desk.planner.loaded(["r"])

@@ -128,7 +128,6 @@ def test_what_is_resident_and_gone_from_the_bucket_is_uploaded_again() -> None:
     desk.now_s = FRESH_S
     (use,) = uses_of(in_host_memory(desk, "r"))
     residency = desk.planner.ledger.residency
-    assert residency is not None
     residency.take()
     answer(desk, [use.job_id], MISSING)
     assert residency.take() == [Change(use.key, Residency.BUCKET_REMOVED)]

@@ -26,7 +26,6 @@ def test_a_prompt_plants_its_code_once_and_asks_for_it(longest: int) -> None:
         text = decode(prompt.tokens)
         assert text.count(prompt.code) == 1
         subject = re.search(rf"the code of ([\w ]+) is {prompt.code}\."[1:], text)
-        assert subject is not None
         assert text.endswith(f"the code of {subject[1]} is")
         assert len(prompt.tokens) <= longest
         assert len(prompt.tokens) % BOUNDARY_TOKENS == TAIL_TOKENS

@@ -132,7 +132,6 @@ def test_uses_are_asked_about_and_move_nothing() -> None:
     ]
     rig.rank.poll()
     report = rig.rank.take_report()
-    assert report is not None
     assert report.ends[7, JobKind.USE].fresh_s == 50.0
     assert report.ends[8, JobKind.USE].outcome is Outcome.MISSING
     assert rig.rank.take_seconds() == {}
@@ -216,7 +215,6 @@ def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
     rig.end(SavedEnd(1, True, 0.1), SavedEnd(2, False, 0.1))
     rig.rank.begin(StepPlan(jobs=(BucketJob(3, JobKind.UPLOAD, KEY, 2),)))
     report = rig.rank.take_report()
-    assert report is not None
     ended = {job: end.outcome for (job, kind), end in report.ends.items() if kind is JobKind.UPLOAD}
     refused = {2: Outcome.CANCELLED}
     assert ended == (refused if uploads else refused | {1: Outcome.OK, 3: Outcome.OK})

@@ -104,8 +104,7 @@ def wrong_clock(ground: Ground) -> None:
 
 def path_style_only(ground: Ground) -> None:
     """A name that resolves, and does not with the bucket in front of it. Not an IP address:
-    botocore puts no bucket in front of one.
-    """
+    botocore puts no bucket in front of one."""
     resolve = socket.getaddrinfo
 
     def without_subdomains(host: Any, *arguments: Any, **options: Any) -> Any:

@@ -152,7 +152,6 @@ def test_the_version_that_is_here() -> None:
     import vllm
 
     version = vllm_s3kv.vllm_version()
-    assert version is not None
     assert vllm.__version__.startswith(version.partition("+")[0])
 
 

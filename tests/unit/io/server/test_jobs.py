@@ -146,12 +146,10 @@ def test_a_job_larger_than_the_limit_goes_alone() -> None:
     queue.add(job(1))
     queue.add(job(2, UPLOAD))
     first = queue.take()
-    assert first is not None
     assert first.job_id == 1
     assert queue.take() is None
     queue.end(first)
     second = queue.take()
-    assert second is not None
     assert second.job_id == 2
 
 
@@ -175,7 +173,6 @@ def test_only_waiting_jobs_can_be_withdrawn() -> None:
     assert queue.take() is not None
     assert queue.withdraw(1) is None
     withdrawn = queue.withdraw(2)
-    assert withdrawn is not None
     assert withdrawn.job_id == 2
     assert queue.withdraw(2) is None
     assert (1 in queue, 2 in queue, queue.ids(FETCH)) == (True, False, (1,))

@@ -150,8 +150,7 @@ async def silence(reader: Reader, writer: Writer) -> None:
 @pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="Linux alone tells")
 async def test_a_head_without_its_body_is_acknowledged_at_once() -> None:
     """Or a server with Nagle's algorithm on would keep the body back for 40 ms: of a connection on
-    which requests and answers take turns, the kernel is in no hurry to acknowledge anything.
-    """
+    which requests and answers take turns, the kernel is in no hurry to acknowledge anything."""
     body = asyncio.Event()
 
     async def handle(reader: Reader, writer: Writer) -> None:
