@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -83,6 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation site. Without the extra `docs` the tests are skipped, on CI they fail."""
+    if importlib.util.find_spec("zensical") is None:
+        missing = "the extra docs is not installed"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+    from scripts import site
+
+    return site.build(tmp_path_factory.mktemp("docs"))
 
 
 @pytest.fixture(scope="session")

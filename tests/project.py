@@ -22,6 +22,14 @@ def makeflags(folder: Path, arguments: str = "") -> str:
     return f"STAMP={stamp} BIN={Path(sys.executable).parent} ARGS={arguments}"
 
 
+def plant(root: Path, files: dict[str, str]) -> None:
+    """Write files with this content, by their paths below `root`."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
 def declared() -> dict[str, Any]:
     """The table `project` of pyproject.toml."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

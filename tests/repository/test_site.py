@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 from html import unescape
 from pathlib import Path
@@ -12,18 +10,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from scripts import site as script
 from tests.project import ROOT
 
 pytestmark = pytest.mark.xdist_group("site")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if importlib.util.find_spec("zensical") is None:
-        missing = "the extra docs is not installed"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-    return script.build(tmp_path_factory.mktemp("docs"))
 
 
 def pages(site: Path) -> dict[Path, str]:

@@ -99,6 +99,11 @@ class Scene:
         self._names.unlink(missing_ok=True)
         self.proxy.lift()
 
+    def settle(self) -> None:
+        """The fault is over, and what it has left under way ends."""
+        self.lift()
+        self.life.settle()
+
     def moved(self) -> Counter[str]:
         """What has been counted since the fault struck."""
         if self.case.fault is not None:
@@ -164,8 +169,7 @@ def test_at_start(scene: Scene) -> None:
     trouble = life.start()
     assert scene.case.start in ("", trouble)
     assert life.serve(*scene.chunks(2)) == 0
-    scene.lift()
-    life.settle()
+    scene.settle()
     scene.recovered()
 
 
@@ -175,8 +179,7 @@ def test_at_lookup(scene: Scene) -> None:
     assert life.serve(*chunks) == 0
     life.settle_jobs()
     assert scene.moved()[scene.case.lookup] >= 1, scene.moved()
-    scene.lift()
-    life.settle()
+    scene.settle()
     scene.objects_are_whole(chunks)
     scene.recovered()
 
@@ -188,8 +191,7 @@ def test_at_fetch(scene: Scene) -> None:
     life.settle_jobs()
     assert scene.moved()[scene.case.fetch] >= 1, scene.moved()
     assert hits == (len(chunks) if scene.case.fetch == "fetch_ok" else 0)
-    scene.lift()
-    life.settle()
+    scene.settle()
     scene.recovered()
 
 
@@ -199,8 +201,7 @@ def test_at_upload(scene: Scene) -> None:
     life.compute(*chunks)
     life.settle_jobs()
     assert not scene.case.upload or scene.moved()[scene.case.upload] >= 1, scene.moved()
-    scene.lift()
-    life.settle()
+    scene.settle()
     if scene.case.retried is not None:
         assert scene.moved()[scene.case.retried] >= 1, scene.moved()
     scene.objects_are_whole(chunks)

@@ -86,25 +86,20 @@ def faulty(running: Proxy) -> Iterator[Proxy]:
     running.limit(None)
 
 
-def get(port: int) -> tuple[int, bytes]:
+def ask(port: int, verb: str, key: str, body: bytes | None = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("GET", "/bkt/k")
+    with contextlib.closing(connection):
+        connection.request(verb, key, body)
         answer = connection.getresponse()
         return answer.status, answer.read()
-    finally:
-        connection.close()
+
+
+def get(port: int) -> tuple[int, bytes]:
+    return ask(port, "GET", "/bkt/k")
 
 
 def put(port: int, key: str, body: bytes) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("PUT", key, body)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status
-    finally:
-        connection.close()
+    return ask(port, "PUT", key, body)[0]
 
 
 def test_without_a_fault_bytes_are_passed_on(faulty: Proxy, shelf: Shelf) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from scripts import site as script
 from tests.project import ROOT
 
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("site")]
@@ -42,14 +41,6 @@ def browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=program, timeout=LIMIT_MS)
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if importlib.util.find_spec("zensical") is None:
-        missing = "the extra docs is not installed"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-    return script.build(tmp_path_factory.mktemp("docs"))
 
 
 @pytest.fixture(scope="module", params=WIDTHS)

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from s3kv.host.limits import MemoryLimits, memory_limits
+from tests.project import plant
 
 GIB = 2**30
 MEMINFO = "MemTotal:       24684096 kB\nMemFree: 1 kB\nMemAvailable:   19160876 kB\n"
 
 
 def limits_of(tmp_path: Path, files: dict[str, str]) -> MemoryLimits:
-    for name, content in {"proc/meminfo": MEMINFO, **files}.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    plant(tmp_path, {"proc/meminfo": MEMINFO, **files})
     return memory_limits(tmp_path)
 
 

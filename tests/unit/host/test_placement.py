@@ -32,6 +32,7 @@ from s3kv.host.placement import (
     shmem_policy,
 )
 from s3kv.host.slab import Slab
+from tests.project import plant
 
 GPU = "0000:5e:00.0"
 NODE = "sys/devices/system/node/"
@@ -54,10 +55,7 @@ HUGE_BYTES = 2 * 2**20
 
 
 def near(tmp_path: Path, files: dict[str, str], pci_address: str | None = GPU) -> NodeChoice:
-    for name, content in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    plant(tmp_path, files)
     return node_near(pci_address, tmp_path)
 
 
@@ -236,10 +234,7 @@ def test_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_linux_says(tmp_path: Path, files: dict[str, str], policy: str | None) -> None:
-    for name, content in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    plant(tmp_path, files)
     assert shmem_policy(tmp_path) == policy
 
 

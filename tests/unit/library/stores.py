@@ -77,6 +77,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in b)
 
 
+async def gives(store: TieredStore, number: int, shapes: Shapes = SHAPES) -> bool:
+    """Whether the store has this block, with the right content."""
+    right = block(number, shapes)
+    into = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
+    return await store.get(hash_of(number), into) and same(into, right)
+
+
 class SlowThreads(ThreadPoolExecutor):
     """The threads of a loop, which begin nothing while the gate is shut. In `asyncio.to_thread`
     and in `run_in_executor` the work has begun all the same: nobody can call it back."""

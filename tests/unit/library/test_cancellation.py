@@ -9,7 +9,15 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
-from tests.unit.library.stores import block, hash_of, new_pools, opening, room, same, slow_threads
+from tests.unit.library.stores import (
+    block,
+    gives,
+    hash_of,
+    new_pools,
+    opening,
+    room,
+    slow_threads,
+)
 
 
 @pytest.fixture
@@ -60,6 +68,4 @@ async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int
             assert await store.put(hash_of(number), block(number))
         assert not await store.flush()
         for number in (0, 1):
-            into = room()
-            assert await store.get(hash_of(number), into)
-            assert same(into, block(number))
+            assert await gives(store, number)

@@ -14,12 +14,12 @@ from tests.servers import BUCKET, KEYS, boto_client
 from tests.unit.library.stores import (
     big,
     block,
+    gives,
     hash_of,
     new_pools,
     opening,
     opening_big,
     room,
-    same,
 )
 
 
@@ -40,9 +40,7 @@ async def test_a_block_put_while_it_is_fetched_is_kept(config: Config) -> None:
         assert store.where(hash_of(2)).bucket
     async with await opening(config) as store:
         for key in (1, 2):
-            into = room()
-            assert await store.get(hash_of(key), into)
-            assert same(into, block(key))
+            assert await gives(store, key)
 
 
 async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
@@ -106,9 +104,7 @@ async def test_an_upload_that_fails_is_told_and_tried_again_when_the_bucket_is_b
         assert await store.flush() == ()
     async with opening(config) as store:
         for number in numbers:
-            into = room()
-            assert await store.get(hash_of(number), into)
-            assert same(into, block(number))
+            assert await gives(store, number)
 
 
 async def test_many_writers_of_one_block_cause_one_upload(config: Config) -> None:
