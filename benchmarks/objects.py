@@ -67,12 +67,7 @@ def row(name: str, url: str, bucket: str, requests: int, chunk: ChunkFormat) -> 
 
 
 async def ours(
-    name: str,
-    url: str,
-    bucket: str,
-    requests: int,
-    buffers: list[memoryview],
-    chunk: ChunkFormat,
+    name: str, url: str, bucket: str, requests: int, buffers: list[memoryview], chunk: ChunkFormat
 ) -> tuple[float, float]:
     store = open_store(Config(bucket=bucket, endpoint_url=url))
     left = list(range(requests))

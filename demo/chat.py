@@ -31,11 +31,7 @@ KV_CACHE_TOKENS = 6_144
 """Tokens in an engine's own cache: those of three or four conversations."""
 HOST_BYTES = "192MiB"
 """Host memory of a replica, for half of all conversations."""
-SETTINGS: Mapping[str, Any] = {
-    "chunk_tokens": 128,
-    "host_bytes": HOST_BYTES,
-    "probe_chunks": 1,
-}
+SETTINGS: Mapping[str, Any] = {"chunk_tokens": 128, "host_bytes": HOST_BYTES, "probe_chunks": 1}
 SHORT = Traffic(conversations=8, turns=3)
 
 

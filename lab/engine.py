@@ -296,11 +296,7 @@ class Engine:
         return [Answer(**answer) for answer in pending.result(timeout_s)]
 
     def begin_generate(
-        self,
-        asks: Sequence[Ask | Sequence[int]],
-        *,
-        max_tokens: int = 8,
-        concurrency: int = 1,
+        self, asks: Sequence[Ask | Sequence[int]], *, max_tokens: int = 8, concurrency: int = 1
     ) -> Pending:
         """The same without waiting; `result()` gives the answers as dicts of `Answer`'s fields."""
         requests = [a if isinstance(a, Ask) else Ask(a, max_tokens) for a in asks]

@@ -99,9 +99,7 @@ AREAS = (
         runner="second",
     ),
     Area(
-        "failed loads",
-        "loads that fail and end their requests",
-        (f"{_E2E}/test_failed_loads.py",),
+        "failed loads", "loads that fail and end their requests", (f"{_E2E}/test_failed_loads.py",)
     ),
     Area(
         "encoder outputs",
@@ -210,9 +208,7 @@ FAMILIES = (
     ),
     _family("Gemma 3", "windows, full attention", "gemma3"),
     _family(
-        "Gemma 4",
-        "windows in blocks of 256 tokens, full attention in blocks of 128",
-        "gemma4",
+        "Gemma 4", "windows in blocks of 256 tokens, full attention in blocks of 128", "gemma4"
     ),
     _family("Gemma 4 whose last layers read the KV of others", "as Gemma 4", "gemma4_shared"),
     _family("Cohere2", "windows, full attention without positions", "cohere2"),
@@ -243,10 +239,7 @@ FAMILIES = (
     _refused("Jamba", "Mamba1, full attention", "jamba"),
     _refused("MiniMax-01", "linear attention, full attention", "linear"),
 )
-RECORDED = (
-    *AREAS,
-    *(area for family in FAMILIES for area in family.areas if area not in AREAS),
-)
+RECORDED = (*AREAS, *(area for family in FAMILIES for area in family.areas if area not in AREAS))
 """Every area, in the order of the files that record them."""
 
 

@@ -40,11 +40,7 @@ class Claim:
 
 
 CLAIMS = (
-    Claim(
-        "Ceph RADOS Gateway",
-        ("tests/rgw.py",),
-        "run: tests",
-    ),
+    Claim("Ceph RADOS Gateway", ("tests/rgw.py",), "run: tests"),
     Claim("SeaweedFS", ("lab/weed.py",), "run with every change: the suite for stores"),
     Claim("moto, a simulated S3", ("tests/servers.py",), "run with every change: every test"),
     Claim(

@@ -22,10 +22,7 @@ TENSORS = (
         "g2",
         "U8",
         (2, 9),
-        (
-            TensorSpec("layers.2.kv", "F32", (2,), (), "C"),
-            TensorSpec("layers.2.scale", "U8", ()),
-        ),
+        (TensorSpec("layers.2.kv", "F32", (2,), (), "C"), TensorSpec("layers.2.scale", "U8", ())),
     ),
 )
 CHUNK = ChunkFormat(

@@ -25,7 +25,4 @@ class IndexPage(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = Path(self.root, "README.md").read_text("utf-8")
-        metadata["readme"] = {
-            "content-type": "text/markdown",
-            "text": without_relative_links(text),
-        }
+        metadata["readme"] = {"content-type": "text/markdown", "text": without_relative_links(text)}

@@ -172,10 +172,7 @@ SERVICE = (
         "What users see, hits and misses together.",
         "s",
         tuple(
-            Query(
-                quantile(q, "vllm:time_to_first_token_seconds"),
-                f"p{q * 100:.0f}",
-            )
+            Query(quantile(q, "vllm:time_to_first_token_seconds"), f"p{q * 100:.0f}")
             for q in (0.5, 0.95, 0.99)
         ),
     ),

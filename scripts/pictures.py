@@ -124,9 +124,5 @@ def recorded(name: str) -> dict[str, Any]:
     return result
 
 
-ALL = {
-    "requests": requests,
-    "slots": slots,
-    "tiers": tiers,
-}
+ALL = {"requests": requests, "slots": slots, "tiers": tiers}
 """By the name of the file in docs/pictures/, without its ending."""

@@ -84,10 +84,7 @@ def _entered(
         ),
     }
     versions, left_out = _versions(sys.executable, "vllm"), {}
-    for name, module, python in (
-        ("offloading-obj", "nixl", nixl),
-        ("lmcache", "lmcache", lmcache),
-    ):
+    for name, module, python in (("offloading-obj", "nixl", nixl), ("lmcache", "lmcache", lmcache)):
         if name in options.only and python:
             versions |= _versions(python, module)
         elif name in options.only:

@@ -141,11 +141,7 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
 
 
 def make_engine(
-    timeline: Timeline,
-    bucket: Bucket,
-    setup: Setup,
-    policy: str,
-    place: int,
+    timeline: Timeline, bucket: Bucket, setup: Setup, policy: str, place: int
 ) -> Engine:
     config = Config(bucket="trace")
     planner = make_planner(config, setup, policy)

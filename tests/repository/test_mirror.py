@@ -14,10 +14,7 @@ CONTRACT = ROOT / "tests" / "contract"
 SMALL_LINES = 25
 """Most lines of code inside functions that a module may have without a test file."""
 
-UNTESTED = {
-    "io/server/service.py",
-    "stores/http/connection.py",
-}
+UNTESTED = {"io/server/service.py", "stores/http/connection.py"}
 """Modules without a test file of their name. This list may only shrink."""
 
 BEHAVIOURS = {

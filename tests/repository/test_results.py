@@ -37,12 +37,7 @@ def shown() -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (costs, pictures, results):
             patch.setattr(module, "recorded", noted)
-        for render in (
-            costs.page,
-            results.page,
-            results.peers_page,
-            results.readme,
-        ):
+        for render in (costs.page, results.page, results.peers_page, results.readme):
             render()
         return names
 

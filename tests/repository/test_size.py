@@ -13,7 +13,7 @@ from tests.repository.test_project import functions
 MOST_LINES = 27_870
 """Lines of `s3kv/`. A change may lower the number, and may not raise it."""
 LONG_FUNCTION_LINES = 20
-MOST_TEST_LINES = 56467
+MOST_TEST_LINES = 56418
 """Lines of `tests/`. The same goes for them."""
 
 

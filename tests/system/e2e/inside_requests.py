@@ -20,10 +20,7 @@ Reply = dict[str, Any]
 
 
 def serve(
-    engine: LLMEngine,
-    asks: list[Ask],
-    reset_at: int | None = None,
-    connector: bool = False,
+    engine: LLMEngine, asks: list[Ask], reset_at: int | None = None, connector: bool = False
 ) -> list[Reply]:
     """Serve `asks`, and return a reply to each, as JSON values.
 

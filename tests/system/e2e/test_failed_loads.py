@@ -25,10 +25,7 @@ def held_in_host_memory(engine: Engine, expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "runner"),
-    [
-        pytest.param("recompute", SECOND, id="recompute"),
-        pytest.param("fail", {}, id="fail"),
-    ],
+    [pytest.param("recompute", SECOND, id="recompute"), pytest.param("fail", {}, id="fail")],
 )
 def test_a_failed_load_never_becomes_a_wrong_token(
     rig: Rig, policy: str, runner: dict[str, Any]

@@ -50,11 +50,7 @@ def holds(s3: S3Server, bucket: str, chunks: int, parts: set[str]) -> bool:
 @pytest.mark.parametrize(
     ("engine_args", "ranks"),
     [
-        pytest.param(
-            {"tensor_parallel_size": 2},
-            BOTH,
-            id="tensor",
-        ),
+        pytest.param({"tensor_parallel_size": 2}, BOTH, id="tensor"),
         pytest.param(
             {"pipeline_parallel_size": 2, **WARMED_UP},
             {"h0-3of4-l0-1of4", "h0-3of4-l2-3of4"},

@@ -55,10 +55,7 @@ def observed(
             env=s3.env,
             **VISION,
         )
-        with (
-            vllm_serve(tiny, connector, s3.env, home / "server.log", *SMALL) as server,
-            encoder,
-        ):
+        with vllm_serve(tiny, connector, s3.env, home / "server.log", *SMALL) as server, encoder:
             targets = {"vllm": server.url.removeprefix("http://")}
             targets["encoder"] = f"127.0.0.1:{encoder.call('lab.exposition:serve')}"
             with prometheus(targets, home, rules=[RULES]) as seen:

@@ -27,11 +27,7 @@ from tests.system.e2e.conftest import (
 PROMPTS = models.prompts(6, 800)
 CHUNK = 128
 HIT = 768
-PATIENT = {
-    "max_wait_ms": 250_000,
-    "recompute_gate": False,
-    "request_timeout_ms": 480_000,
-}
+PATIENT = {"max_wait_ms": 250_000, "recompute_gate": False, "request_timeout_ms": 480_000}
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
-from tests.unit.library.stores import (
-    block,
-    gives,
-    hash_of,
-    new_pools,
-    opening,
-    room,
-    slow_threads,
-)
+from tests.unit.library.stores import block, gives, hash_of, new_pools, opening, room, slow_threads
 
 
 @pytest.fixture

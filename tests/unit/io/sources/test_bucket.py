@@ -95,10 +95,7 @@ LARGE = ChunkFormat("0" * 32, (TensorSpec("g0", "U8", (SEGMENT_BYTES + 5,)),), 0
 @pytest.mark.parametrize("form", [rig.FORMAT, LARGE, ITEM], ids=["chunk", "segments", "item"])
 @pytest.mark.parametrize("range_bytes", [0, 2**20])
 async def test_header_and_payload_in_memory_of_their_own(
-    form: ChunkFormat | ItemFormat,
-    range_bytes: int,
-    moto_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    form: ChunkFormat | ItemFormat, range_bytes: int, moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From two buffers into two others, as one object between them, and whole or in ranges."""
     servers.set_credentials(monkeypatch)
