@@ -13,8 +13,8 @@ It guarantees, whatever happens to the process:
    process that has died end as FAILED, after the kernel has confirmed its death.
 3. A process that dies, breaks the protocol or stops answering is replaced, after a pause that
    doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next `poll`.
-4. An invalid job ends as INVALID. So does a job that crashes the process, and every later job like
-   it; the jobs beside it survive (`io.outstanding`).
+4. An invalid job ends as INVALID. So does every job like one that has crashed the process three
+   times (`io.poison_jobs`).
 
 `io.process_life` decides when a process is given up, killed and replaced; `io.child` is the
 transport to it.
@@ -122,16 +122,12 @@ class IoClient:
         afterwards. If the worker is killed while it waits here, the process still uses its time.
         """
         jobs, uploads = self._jobs, self._jobs.uploads()
-        deadline_s = time.monotonic() + timeout_s
-        # Nothing can be sent after a Drain, and suspects are sent in turn.
-        jobs.cancel_waiting(uploads_too=False)
-        self._wait(lambda: not jobs.any_waiting, deadline_s)
-        late = jobs.cancel_waiting(uploads_too=True)
         if jobs.any_outstanding:
-            self._post(wire.Drain(max(0.0, deadline_s - time.monotonic())))
-            self._wait(lambda: self._answers.drained is not None, deadline_s + _GRACE_S)
+            self._post(wire.Drain(timeout_s))
+            deadline_s = time.monotonic() + timeout_s + _GRACE_S
+            self._wait(lambda: self._answers.drained is not None, deadline_s)
         if self._answers.drained is not None:
-            return self._answers.drained.left + late
+            return self._answers.drained.left
         return len(uploads - jobs.uploaded())
 
     def settle(self, timeout_s: float) -> None:
@@ -180,17 +176,15 @@ class IoClient:
         why_down = "" if state is State.UP else f"the I/O process is {state.value}"
         if self._jobs.add(job, why_down):
             self._post(job)
-        else:
-            self._release()
 
     def cancel(self, job_id: int) -> None:
         """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""
-        if self._jobs.cancel(job_id):
+        if self._jobs.has(job_id):
             self._post(wire.Cancel(job_id))
 
     def withdraw(self, job_id: int) -> None:
         """Cancel a job if it has not begun; otherwise do nothing."""
-        if self._jobs.cancel(job_id):
+        if self._jobs.has(job_id):
             self._post(wire.Withdraw(job_id))
 
     def flush(self) -> None:
@@ -225,12 +219,6 @@ class IoClient:
     def outstanding(self) -> int:
         """Number of jobs accepted and not yet returned by `poll`."""
         return len(self._jobs)
-
-    def _release(self) -> None:
-        """Send the suspects whose turn has come, once the process has sent `Ready`."""
-        if self._answers.ready is not None and self._up is not None:
-            for job in self._jobs.release():
-                self._post(job)
 
     def _post(self, message: wire.Down) -> None:
         """Queue a message for the process, if it is up."""
@@ -268,14 +256,12 @@ class IoClient:
         match message:
             case JobEnd():
                 self._jobs.ended(message)
-                self._release()
             case wire.Stats():
                 self._count(message)
                 self._answers.stats = message
                 self._heartbeat.answered()
             case wire.Ready():
                 self._answers.ready = message
-                self._release()
             case wire.Drained():
                 self._answers.drained = message
 

@@ -1,13 +1,11 @@
 """Outstanding jobs of one client, each from the call that submits it to the report of its end.
 
-    submitted ──may be sent──▶ in the process ──JobEnd──▶ ended
-       │                          └──process died──▶ ended, FAILED or INVALID
-       ├──a suspect──▶ waiting for its turn ──▶ in the process
-       │                          └──cancelled──▶ ended, CANCELLED
+    submitted ──▶ in the process ──JobEnd──▶ ended
+       │                  └──process died──▶ ended, FAILED
        └──poison, or no process──▶ ended, INVALID or FAILED
 
-A suspect is a job that may have crashed the I/O process (`io.poison_jobs`). Pure, except for
-`JobEndLog`: the client moves the messages.
+A poison job crashes the I/O process (`io.poison_jobs`). Pure, except for `JobEndLog`: the client
+moves the messages.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class OutstandingJobs:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._failure_log = JobEndLog(clock)
-        self._suspects = PoisonJobs()
+        self._poison = PoisonJobs()
         self._outstanding: dict[int, BucketJob] = {}
         self._ended: list[JobEnd] = []
 
@@ -40,11 +38,6 @@ class OutstandingJobs:
     def any_outstanding(self) -> bool:
         return bool(self._outstanding)
 
-    @property
-    def any_waiting(self) -> bool:
-        """Whether suspects wait for their turn."""
-        return bool(self._suspects.waiting)
-
     def uploads(self) -> set[int]:
         """Ids of the uploads that have not ended."""
         return {i for i, job in self._outstanding.items() if job.kind is JobKind.UPLOAD}
@@ -54,42 +47,25 @@ class OutstandingJobs:
         return {end.job_id for end in self._ended if end.outcome.is_success}
 
     def add(self, job: BucketJob, why_down: str) -> bool:
-        """Add a job. Returns True if the caller must send it now; otherwise it waits, or has ended.
+        """Add a job. Returns True if the caller must send it; otherwise it has ended.
 
         why_down: why no process can take the job; empty if one can. Raises `ValueError` if a job
         with this id has not ended; nothing has changed then.
         """
         if job.job_id in self._outstanding:
             raise ValueError(f"job {job.job_id} has not ended yet")
-        if self._suspects.is_poison(job):
+        if self._poison.is_poison(job):
             self._end(job, Outcome.INVALID, _IS_POISON)
             return False
         if why_down:
             self._end(job, Outcome.FAILED, why_down)
             return False
         self._outstanding[job.job_id] = job
-        return not self._suspects.hold(job)
+        return True
 
-    def release(self) -> list[BucketJob]:
-        """Take out the waiting jobs whose turn has come; the caller sends them."""
-        return self._suspects.release() if self._suspects.waiting else []
-
-    def cancel(self, job_id: int) -> bool:
-        """Cancel a job. A job that waits here ends now. Returns True if the process has the job, so
-        that the caller must send a cancellation."""
-        if not self._suspects.drop(job_id):
-            return job_id in self._outstanding
-        self._end(self._outstanding.pop(job_id), Outcome.CANCELLED, "cancelled before it was sent")
-        return False
-
-    def cancel_waiting(self, *, uploads_too: bool) -> int:
-        """End the waiting fetches, and with `uploads_too` the waiting uploads. Returns the number
-        of uploads that were waiting."""
-        waiting = [*self._suspects.waiting.values()]
-        uploads = [job for job in waiting if job.kind is JobKind.UPLOAD]
-        for job in waiting if uploads_too else [job for job in waiting if job not in uploads]:
-            self.cancel(job.job_id)
-        return len(uploads)
+    def has(self, job_id: int) -> bool:
+        """Whether the process has the job."""
+        return job_id in self._outstanding
 
     def ended(self, end: JobEnd) -> None:
         """Note a job's end from the process. Raises `WireError` if the process has no such job."""
@@ -97,22 +73,18 @@ class OutstandingJobs:
         if job is None or job.kind is not end.kind:
             raise WireError(f"{end.kind.value} {end.job_id} has ended, or was never sent, and ends")
         del self._outstanding[end.job_id]
-        self._suspects.ended(job)
+        self._poison.ended(job)
         self._ended.append(end)
 
     def died(self, why: str, *, crashed: bool) -> None:
         """Note the death of the process: all outstanding jobs end.
 
-        crashed: see `PoisonJobs.died`.
+        crashed: whether it ended by itself or broke the protocol; False for a SIGKILL.
         """
-        waiting = self._suspects.waiting.keys()
-        inside = [job for job_id, job in self._outstanding.items() if job_id not in waiting]
-        self._suspects.died(inside, crashed=crashed)
+        if crashed:
+            self._poison.crashed(self._outstanding.values())
         for job in self._outstanding.values():
-            if self._suspects.is_poison(job):
-                self._end(job, Outcome.INVALID, f"{_IS_POISON}: {why}")
-            else:
-                self._end(job, Outcome.FAILED, why)
+            self._end(job, Outcome.FAILED, why)
         self._outstanding.clear()
 
     def take_ends(self) -> list[JobEnd]:
@@ -125,7 +97,6 @@ class OutstandingJobs:
     def forget(self) -> None:
         """Forget all jobs. Their ends are never returned."""
         self._outstanding.clear()
-        self._suspects.waiting.clear()
         self._ended.clear()
 
     def _end(self, job: BucketJob, outcome: Outcome, detail: str) -> None:
