@@ -23,11 +23,15 @@ from s3kv.upkeep.sweep import Sweep
 from tests.system.sim.mutants import Mutants, Patch
 
 MUTANTS = Mutants()
-mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
+mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
 survey = Sweep._survey
 sweep_once = Cleaner._sweep
 fetch = Chain._fetch
+
+swap("waits_for_ever_for_a_holder_that_has_died", cleaning, "LEASE_S", math.inf)
+swap("leaves_more_than_the_budget", cleaning, "LEFT", 1.2)
+swap("counts_no_use_above", BucketIndex, "use", lambda self, key, now_s: None)
 
 
 @mutant
@@ -86,11 +90,6 @@ async def does_not_look_before_it_tries_again_to_delete(self: Sweep, objects: An
 
 
 @mutant
-def waits_for_ever_for_a_holder_that_has_died(patch: Patch) -> None:
-    patch.setattr(cleaning, "LEASE_S", math.inf)
-
-
-@mutant
 def takes_a_lease_that_it_cannot_read_for_a_current_one(patch: Patch) -> None:
     read = Cleaner._read
 
@@ -108,16 +107,6 @@ async def sweeps_once(self: Cleaner) -> None:
     if not self.sweeps:
         await sweep_once(self)
     self._next_sweep_s = math.inf
-
-
-@mutant
-def leaves_more_than_the_budget(patch: Patch) -> None:
-    patch.setattr(cleaning, "LEFT", 1.2)
-
-
-@mutant
-def counts_no_use_above(patch: Patch) -> None:
-    patch.setattr(BucketIndex, "use", lambda self, key, now_s: None)
 
 
 @mutant

@@ -51,22 +51,27 @@ class Mutants(list[Mutant]):
         self.append(of)
         return of
 
+    def swap(self, name: str, holder: object, attribute: str, value: object) -> Mutant:
+        """The mutant of this name, which puts a value in the place of an attribute."""
+
+        def mutate(patch: Patch) -> None:
+            patch.setattr(holder, attribute, value)
+
+        mutate.__name__ = name
+        return self.mutant(mutate)
+
     def instead_of(self, holder: object, name: str) -> Callable[[Function], Function]:
         """For a function that a mutant puts in the place of an attribute."""
 
         def added(function: Function) -> Function:
-            def mutate(patch: Patch) -> None:
-                patch.setattr(holder, name, function)
-
-            mutate.__name__ = function.__name__
-            self.append(mutate)
+            self.swap(function.__name__, holder, name, function)
             return function
 
         return added
 
 
 MUTANTS = Mutants()
-mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
+mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
 check = ChunkFormat.check
 chunk = Namespace.chunk
@@ -82,12 +87,22 @@ take_report = RankWorker.take_report
 asked = Ledger._asked
 
 
+swap("believes_every_object", ChunkFormat, "check", lambda self, place, nbytes, block_hash: None)
+swap(
+    "leaves_the_rank_out_of_the_key",
+    Namespace,
+    "chunk",
+    lambda self, key, shard: chunk(self, key, "h0-0of1-l0-1of2"),
+)
+swap("sends_without_sealing", ChunkFormat, "seal", lambda self, buffer, block_hash: None)
+swap("reads_again_what_was_bad", Quarantine, "bars", lambda self, key, now_s: False)
+swap("never_replaces_a_dead_process", IoClient, "_restart", lambda self: None)
+swap("never_notices_a_process_that_hangs", process_life, "_SILENCE_MAX_S", math.inf)
+swap("ignores_fences", RankWorker, "_fence", lambda self, job_ids: None)
+swap("counts_no_use_above", BucketIndex, "use", lambda self, key, now_s: None)
+
+
 # ---- objects
-
-
-@mutant
-def believes_every_object(patch: Patch) -> None:
-    patch.setattr(ChunkFormat, "check", lambda self, place, nbytes, block_hash: None)
 
 
 @instead_of(ChunkFormat, "check")
@@ -113,11 +128,6 @@ def digests_half_of_the_payload(patch: Patch) -> None:
         return digest(self, header, number, segment[: len(segment) // 2])
 
     patch.setattr(Integrity, "digest", half)
-
-
-@mutant
-def leaves_the_rank_out_of_the_key(patch: Patch) -> None:
-    patch.setattr(Namespace, "chunk", lambda self, key, shard: chunk(self, key, "h0-0of1-l0-1of2"))
 
 
 @instead_of(Namespace, "chunk")
@@ -152,11 +162,6 @@ async def counts_a_failed_upload_as_done(self: BucketSource, job: TransferJob) -
         return job.end(Outcome.OK, nbytes=job.nbytes)
 
 
-@mutant
-def sends_without_sealing(patch: Patch) -> None:
-    patch.setattr(ChunkFormat, "seal", lambda self, buffer, block_hash: None)
-
-
 @instead_of(BucketSource, "attempts")
 async def tries_for_ever(self: BucketSource, call: Callable[[], Awaitable[Any]], **_: float) -> Any:
     while True:
@@ -164,11 +169,6 @@ async def tries_for_ever(self: BucketSource, call: Callable[[], Awaitable[Any]],
             return await call()
         except StoreError:
             await asyncio.sleep(0.5)
-
-
-@mutant
-def reads_again_what_was_bad(patch: Patch) -> None:
-    patch.setattr(Quarantine, "bars", lambda self, key, now_s: False)
 
 
 @instead_of(pacing, "hedged")
@@ -234,16 +234,6 @@ def forgets_the_jobs_of_a_dead_process(self: IoClient) -> None:
     bury(self)
 
 
-@mutant
-def never_replaces_a_dead_process(patch: Patch) -> None:
-    patch.setattr(IoClient, "_restart", lambda self: None)
-
-
-@mutant
-def never_notices_a_process_that_hangs(patch: Patch) -> None:
-    patch.setattr(process_life, "_SILENCE_MAX_S", math.inf)
-
-
 @instead_of(IoClient, "submit")
 def loses_what_a_dead_process_was_sent(self: IoClient, job: BucketJob) -> None:
     if self.life.state is State.UP:
@@ -251,11 +241,6 @@ def loses_what_a_dead_process_was_sent(self: IoClient, job: BucketJob) -> None:
 
 
 # ---- a rank
-
-
-@mutant
-def ignores_fences(patch: Patch) -> None:
-    patch.setattr(RankWorker, "_fence", lambda self, job_ids: None)
 
 
 @mutant
@@ -344,11 +329,6 @@ def never_tries_an_upload_again(patch: Patch) -> None:
 def has_a_breaker_that_never_closes(patch: Patch) -> None:
     patch.setattr(Breaker, "allows", lambda self, now_s: self.state is BreakerState.CLOSED)
     patch.setattr(Breaker, "succeeded", lambda self: None)
-
-
-@mutant
-def counts_no_use_above(patch: Patch) -> None:
-    patch.setattr(BucketIndex, "use", lambda self, key, now_s: None)
 
 
 @instead_of(Ledger, "_asked")

@@ -11,19 +11,16 @@ from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
 from s3kv.types import Outcome
-from tests.system.sim.mutants import Mutants, Patch
+from tests.system.sim.mutants import Mutants
 
 MUTANTS = Mutants()
-mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
+instead_of, swap = MUTANTS.instead_of, MUTANTS.swap
 
 init = other_shards.OtherShards.__init__
 fetch = other_shards.OtherShards.fetch
 runs = rearranging._runs
 
-
-@mutant
-def never_looks_at_what_others_have_stored(patch: Patch) -> None:
-    patch.setattr(other_shards, "covers", lambda wanted, shards: [])
+swap("never_looks_at_what_others_have_stored", other_shards, "covers", lambda wanted, shards: [])
 
 
 @instead_of(other_shards, "all_of")

@@ -11,10 +11,10 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place
 from s3kv.planning.offload import OffloadPlanner
 from s3kv.planning.row_transfers import RowJob, RowKey, RowTransfer, RowTransfers, TransferEnd
-from tests.system.sim.mutants import Mutants, Patch
+from tests.system.sim.mutants import Mutants
 
 MUTANTS = Mutants()
-mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
+instead_of, swap = MUTANTS.instead_of, MUTANTS.swap
 
 take_ends = RowTransfers.take_ends
 take_cancels = RowTransfers.take_cancels
@@ -23,6 +23,18 @@ job_ended = RowTransfers.job_ended
 fetched = OffloadPlanner._fetched
 learn = OffloadPlanner._learn
 check = ChunkFormat.check
+
+swap(
+    "answers_retry_for_ever", OffloadPlanner, "_decide", lambda self, request, retries, now_s: None
+)
+swap(
+    "holds_the_rows_of_requests_that_have_ended",
+    OffloadPlanner,
+    "_release",
+    lambda self, request: request.promised.clear(),
+)
+swap("does_not_wait_for_the_rows_at_a_reset", IoClient, "settle", lambda self, timeout_s: None)
+swap("resets_without_a_new_salt", offload_tier, "salted", lambda block_hash, salt: block_hash)
 
 
 @instead_of(RowTransfers, "take_ends")
@@ -54,11 +66,6 @@ def closes_a_request_and_cancels_nothing(self: RowTransfers) -> list[int]:
     return []
 
 
-@mutant
-def answers_retry_for_ever(patch: Patch) -> None:
-    patch.setattr(OffloadPlanner, "_decide", lambda self, request, retries, now_s: None)
-
-
 @instead_of(OffloadPlanner, "_fetched")
 def hits_again_what_has_failed(
     self: OffloadPlanner, job: RowJob, end: JobEnd, now_s: float
@@ -70,21 +77,6 @@ def hits_again_what_has_failed(
         request.is_closed = False
         self._slow.clear()
     self.index._absent_until.clear()
-
-
-@mutant
-def holds_the_rows_of_requests_that_have_ended(patch: Patch) -> None:
-    patch.setattr(OffloadPlanner, "_release", lambda self, request: request.promised.clear())
-
-
-@mutant
-def does_not_wait_for_the_rows_at_a_reset(patch: Patch) -> None:
-    patch.setattr(IoClient, "settle", lambda self, timeout_s: None)
-
-
-@mutant
-def resets_without_a_new_salt(patch: Patch) -> None:
-    patch.setattr(offload_tier, "salted", lambda block_hash, salt: block_hash)
 
 
 @instead_of(OffloadPlanner, "_learn")

@@ -82,16 +82,6 @@ def by_machine_with_groups() -> None:
     run(examples=1_500, machine=GroupsMachine)
 
 
-def mutant(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    MUTANTS.append((of, by_machine))
-    return of
-
-
-def mutant_of_groups(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    MUTANTS.append((of, by_machine_with_groups))
-    return of
-
-
 def mutant_for(
     test: Callable[[], object],
 ) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
@@ -102,25 +92,53 @@ def mutant_for(
     return keep
 
 
+mutant = mutant_for(by_machine)
+
+
+def swap(
+    name: str,
+    holder: object,
+    attribute: str,
+    value: object,
+    test: Callable[[], object] = by_machine,
+) -> Callable[[Patch], None]:
+    """The mutant of this name, which puts a value in the place of an attribute."""
+
+    def mutate(patch: Patch) -> None:
+        patch.setattr(holder, attribute, value)
+
+    mutate.__name__ = name
+    return mutant_for(test)(mutate)
+
+
 def instead_of(
     holder: object, name: str, test: Callable[[], object] = by_machine
 ) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
     """For a function that a mutant puts in the place of an attribute."""
-
-    def keep(function: Callable[..., Any]) -> Callable[[Patch], None]:
-        def mutate(patch: Patch) -> None:
-            patch.setattr(holder, name, function)
-
-        mutate.__name__ = function.__name__
-        MUTANTS.append((mutate, test))
-        return mutate
-
-    return keep
+    return lambda function: swap(function.__name__, holder, name, function, test)
 
 
-@mutant
-def forgets_to_unpin(patch: Patch) -> None:
-    patch.setattr(Lookup, "give_back_early", lambda self: self.early.clear())
+forgets_to_unpin = swap(
+    "forgets_to_unpin", Lookup, "give_back_early", lambda self: self.early.clear()
+)
+fences_nothing = swap("fences_nothing", Ledger, "fences", lambda self, block_ids: set())
+forgets_what_the_bucket_has = swap(
+    "forgets_what_the_bucket_has", BucketIndex, "is_present", lambda self, key: False
+)
+saves_what_a_request_keeps_private = swap(
+    "saves_what_a_request_keeps_private", Saving, "allowed", lambda self, chunks: chunks
+)
+waits_for_ever = swap("waits_for_ever", kv, "decide", lambda facts: Deadline(float("inf")))
+never_uploads_again_what_was_given_up = swap(
+    "never_uploads_again_what_was_given_up", Unsaved, "hit", lambda self, key: None
+)
+uploads_again_as_often_as_it_is_hit = swap(
+    "uploads_again_as_often_as_it_is_hit",
+    Unsaved,
+    "saw",
+    lambda self, outcome, now_s: None,
+    less_and_less,
+)
 
 
 @mutant
@@ -144,11 +162,6 @@ def takes_the_first_rank_for_all(self: Ledger, end: JobEnd, now_s: float) -> Job
     return on_end(self, end, now_s)
 
 
-@mutant
-def fences_nothing(patch: Patch) -> None:
-    patch.setattr(Ledger, "fences", lambda self, block_ids: set())
-
-
 @instead_of(KVPlanner, "admitted")
 def does_not_fence_loads(
     self: KVPlanner, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
@@ -156,11 +169,6 @@ def does_not_fence_loads(
     fences = set(self._fences)
     admitted(self, request_id, block_ids, tokens)
     self._fences = fences
-
-
-@mutant
-def forgets_what_the_bucket_has(patch: Patch) -> None:
-    patch.setattr(BucketIndex, "is_present", lambda self, key: False)
 
 
 @mutant
@@ -186,11 +194,6 @@ def saves_chunks_that_are_not_complete(
 def loses_what_is_computed_while_it_is_fetched(patch: Patch) -> None:
     kept = (ChunkState.RESIDENT, ChunkState.COPYING, ChunkState.FETCHING)
     patch.setattr(saves, "_KEPT", kept)
-
-
-@mutant
-def saves_what_a_request_keeps_private(patch: Patch) -> None:
-    patch.setattr(Saving, "allowed", lambda self, chunks: chunks)
 
 
 @instead_of(PlannedRequest, "start_over")
@@ -247,11 +250,6 @@ def remembers_what_was_ready_before_it_gave_it_back(self: Lookup) -> None:
     self.ready, self.leases = ready, leases
 
 
-@mutant
-def waits_for_ever(patch: Patch) -> None:
-    patch.setattr(kv, "decide", lambda facts: Deadline(float("inf")))
-
-
 @instead_of(KVPlanner, "reset")
 def resets_without_a_new_salt(self: KVPlanner, salt: bytes) -> None:
     reset(self, self._salt)
@@ -284,21 +282,11 @@ def frees_the_slot_of_a_cancelled_fetch_at_once(patch: Patch) -> None:
     patch.setattr(Ledger, "on_end", forgiving)
 
 
-@mutant
-def never_uploads_again_what_was_given_up(patch: Patch) -> None:
-    patch.setattr(Unsaved, "hit", lambda self, key: None)
-
-
 @mutant_for(uploads_after_an_outage)
 def uploads_again_from_a_slot_that_may_be_evicted(patch: Patch) -> None:
     patch.setattr(Table, "mark_dirty", lambda self, entry: None)
     patch.setattr(Table, "mark_clean", mark_clean_once)
     patch.setitem(CHECKS, Ledger, lambda of: None)
-
-
-@mutant_for(less_and_less)
-def uploads_again_as_often_as_it_is_hit(patch: Patch) -> None:
-    patch.setattr(Unsaved, "saw", lambda self, outcome, now_s: None)
 
 
 @instead_of(Unsaved, "take", not_stormed)
@@ -352,7 +340,7 @@ def offers_what_the_first_group_has(
     return awaited
 
 
-@mutant_of_groups
+@mutant_for(by_machine_with_groups)
 def offers_the_last_token(patch: Patch) -> None:
     whole = property(lambda self: len(self.known))
     patch.setattr(ChunkHashes, "before_the_last", whole)
