@@ -108,12 +108,13 @@ AREAS = (
     ),
     Area(
         "tier hooks",
-        "as a tier of vLLM's offloading: hooks, settings, every fault under vLLM's manager",
+        "as a tier of vLLM's offloading: hooks, settings, vLLM's own cases, every fault",
         tuple(
             f"tests/contract/{name}.py"
             for name in (
                 "test_offload_tier",
                 "test_tier_api",
+                "test_tier_cases",
                 "test_tier_faults",
                 "test_tier_setup",
             )

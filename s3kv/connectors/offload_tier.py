@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -41,12 +42,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import offload_fingerprint
 from s3kv.connectors.kv_translate import WorkerHandshake
-from s3kv.connectors.log import (
-    TierTraffic,
-    join_vllm_log,
-    start_line,
-    warn_of_uploads_left,
-)
+from s3kv.connectors.log import TierTraffic, join_vllm_log, start_line, warn_of_uploads_left
 from s3kv.connectors.metrics import Values
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
@@ -86,7 +82,7 @@ _RESULTS = {answer: LookupResult[answer.name] for answer in OffloadAnswer}
 class S3Tier(Guarded, SecondaryTierManager):
     """The tier. Its settings are those of `s3kv.config`, but for `tier_setup.REPLACED`.
 
-    Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
+    Raises `ValueError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -97,11 +93,12 @@ class S3Tier(Guarded, SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        locality: Any = None,
+        locality: str = "REMOTE",
         **settings: Any,
     ) -> None:
-        """locality: read by vLLM alone."""
+        """locality: of the bucket, for vLLM's events and the filters of requests."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality)
         join_vllm_log()
         self._config = config = parse_settings(settings)
         vllm_config = engine_config()

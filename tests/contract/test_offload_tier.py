@@ -11,7 +11,6 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from s3kv.connectors.offload_tier import S3Tier
-from s3kv.metrics import TIER_METRICS
 
 KEY = make_offload_key(bytes(32), 1)
 
@@ -67,9 +66,3 @@ def test_a_key_is_that_of_another_chunk_after_a_reset(broken: S3Tier) -> None:
     after = broken._chunk(KEY)
     assert after.group == 1
     assert after != before
-
-
-def test_every_metric_is_defined_with_its_labels() -> None:
-    definitions = S3Tier.build_metric_definitions({})
-    assert len(definitions) == len(TIER_METRICS)
-    assert definitions["vllm:s3kv_saves_dropped"].labelnames == ("reason",)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import ReqContext
 
 from lab import models
 from lab.constants import changed
@@ -29,7 +29,6 @@ from tests.system.faults.cases import CASES, Case
 from tests.system.faults.life import CONSTANTS
 
 BUCKET = "faults"
-PENDING = LookupResult.HIT_PENDING
 STRUCK = {name: case for name, case in CASES.items() if case.fault is not None}
 RECOVERS_S = 60.0
 
@@ -91,10 +90,14 @@ def hits(engine: Offloading, chunks: list[bytes], number: int) -> int:
     return len(right)
 
 
-def kill(engine: Offloading) -> None:
-    pid = engine.tier._tier.client.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+def begin(engine: Offloading, chunks: list[bytes]) -> ReqContext:
+    """A request with these chunks' fetches under way, and a store of others."""
+    context = engine.request()
+    for key in chunks:
+        engine.manager.lookup(key, context)
+    engine.step()
+    engine.store(dict.fromkeys(keys(2), 4))
+    return context
 
 
 def recovered(engine: Offloading, direct: Offloading) -> None:
@@ -129,23 +132,25 @@ def test_every_moment_of_a_tier_comes_to_an_end(
         recovered(engine, direct)
 
         between.fault(case.fault)
-        hits(engine, stored(direct, 6), 6)
-        engine.store(dict.fromkeys(keys(2), 7))
+        begin(engine, stored(direct, 6))
         engine.reset()
         assert not engine.manager.has_pending_work()
-
-        engine.store(dict.fromkeys(keys(2), 8))
+        begin(engine, stored(direct, 6))
         pid = engine.tier._tier.client.pid
     finally:
         engine.manager.shutdown()
+        engine.tier.shutdown()
         between.lift()
     assert pid is not None
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.parametrize("then", ["looked up", "without a name", "reset", "shut down"])
 def test_an_io_process_that_is_killed_in_mid_transfer(
-    start: Callable[..., Offloading], direct: Offloading, proxies: dict[str, Any]
+    then: str, start: Callable[..., Offloading], direct: Offloading, proxies: dict[str, Any]
 ) -> None:
+    """Without a name: whoever cleans /dev/shm takes that of the rows, and not the memory, which
+    the next I/O process maps, too."""
     between: Proxy = proxies["http"]
     between.lift()
     engine = start(between.url, max_wait_ms=60_000, request_timeout_ms=60_000)
@@ -153,29 +158,22 @@ def test_an_io_process_that_is_killed_in_mid_transfer(
         chunks = stored(direct, 3)
         struck = between.statistics().faults.get("black_hole", 0)
         between.fault(Fault(kind="black_hole"))
-        context = engine.request()
-        assert {engine.manager.lookup(key, context) for key in chunks} == {PENDING}
-        engine.step()
-        engine.store(dict.fromkeys(keys(2), 4))
+        context = begin(engine, chunks)
         between.wait_for("black_hole", struck + 2)
-        kill(engine)
+        if then == "without a name":
+            Path(engine.manager.primary_tier._mmap_region.mmap_path).unlink()
+        os.kill(engine.tier._tier.client.pid, signal.SIGKILL)
+        if then == "shut down":
+            return
+        if then == "reset":
+            engine.reset()
         assert engine.look_up(chunks, context) == [MISS] * 2
         engine.settle()
         between.lift()
+        if then == "reset":  # what others store is out of its reach
+            assert hits(engine, stored(engine, 9), 9) == 2
+            return
         recovered(engine, direct)
+        assert hits(direct, stored(engine, 9), 9) == 2
     finally:
         engine.manager.shutdown()
-
-
-def test_memory_whose_name_is_gone(
-    start: Callable[..., Offloading], direct: Offloading, server: S3Server
-) -> None:
-    """Whoever cleans /dev/shm takes the name alone. The next I/O process maps the memory, too."""
-    engine = start(server.url)
-    Path(engine.manager.primary_tier._mmap_region.mmap_path).unlink()
-    kill(engine)
-    deadline_s = time.monotonic() + RECOVERS_S
-    while (there := hits(direct, stored(engine, 9), 9)) < 2:
-        assert time.monotonic() < deadline_s, f"only {there} are stored"
-    assert hits(engine, stored(direct, 8), 8) == 2
-    engine.manager.shutdown()
