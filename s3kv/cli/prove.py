@@ -190,7 +190,7 @@ def _own_connector(
 def _examine(config: Config) -> None:
     """Raise `ConfigError`, with remedies, if the bucket cannot be used."""
     examination = BucketExamination(
-        open_store,
+        open_store(config),
         config,
         probe_key(config, "probe"),
         bandwidth_bytes=0,

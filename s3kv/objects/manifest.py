@@ -1,6 +1,6 @@
 """Contents of a manifest: the fingerprint of a namespace as leaves that can be compared. Pure.
 
-`upkeep.registration` writes the manifest, and compares a new namespace with its siblings.
+`upkeep.registration` writes the manifest; `s3kv ls --summary` compares those of a prefix.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_MANIFEST_BYTES = 2**18
-_MAX_VALUE_CHARS = 60
 _MAX_NAME_CHARS = 1000
-_ABSENT = "-"
 
 
 def leaves(text: bytes) -> dict[str, str] | None:
@@ -36,17 +34,3 @@ def _flat(tree: Any, name: str, flat: dict[str, str]) -> dict[str, str]:
     for key, value in items:
         _flat(value, (f"{name}.{key}" if name else str(key))[:_MAX_NAME_CHARS], flat)
     return flat
-
-
-def explain(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """Each leaf that differs: its name, its value there and its value here."""
-    return [
-        f"{name[:_MAX_VALUE_CHARS]!a} ({_short(theirs, name)} there, {_short(ours, name)} here)"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    ]
-
-
-def _short(values: Mapping[str, str], name: str) -> str:
-    value = values.get(name, _ABSENT)
-    return value if len(value) <= _MAX_VALUE_CHARS else f"{value[:_MAX_VALUE_CHARS]}…"

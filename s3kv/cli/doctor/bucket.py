@@ -6,17 +6,14 @@ Its objects are outside every namespace and are deleted at the end.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
 from s3kv.cli.invocation import VERSIONS_LEFT, OwnObjects
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreError
+from s3kv.errors import StoreError
 from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import find_address, zone_of
@@ -31,12 +28,6 @@ MAX_SKEW_S = 60.0
 """Clock skew that is reported. S3 refuses requests only from a quarter of an hour on, but drift is
 worth a warning before that."""
 _CONTENT = bytes(range(256)) * 4
-_DEMANDED = (
-    {"x-amz-server-side-encryption": "AES256"},
-    {"x-amz-server-side-encryption": "aws:kms"},
-    {"x-amz-acl": "bucket-owner-full-control"},
-)
-"""Headers that a bucket's policy may demand of a PUT."""
 _HEADERS_REMEDY = (
     "If the bucket's policy demands headers, such as x-amz-server-side-encryption and "
     "x-amz-server-side-encryption-aws-kms-key-id, set them in put_headers"
@@ -69,24 +60,20 @@ def probe_key(config: Config, token: str) -> str:
 class BucketExamination:
     """One examination of one bucket. Belongs to one asyncio loop.
 
-    open_store: opens a store with these settings; the examination closes it. key: unique to this
-    examination (`probe_key`); a second object's key has a suffix. bandwidth_bytes: bytes to send
-    and for each connection to read, to measure throughput; 0: none. clock_s: a monotonic clock, for
-    latencies. wall_s: this host's time since the epoch, in seconds.
+    store: of these settings; the examination closes it. key: unique to this examination
+    (`probe_key`); a second object's key has a suffix. bandwidth_bytes: bytes to send and for each
+    connection to read, to measure throughput; 0: none. clock_s: a monotonic clock, for latencies.
+    wall_s: this host's time since the epoch, in seconds.
     """
 
-    open_store: Callable[[Config], ObjectStore]
+    store: ObjectStore
     config: Config
     key: str
     bandwidth_bytes: int
     clock_s: Callable[[], float]
     wall_s: Callable[[], float]
     _findings: dict[str, Finding] = field(default_factory=dict, init=False)
-    _store: ObjectStore = field(init=False)
     _own: OwnObjects = field(default_factory=OwnObjects, init=False)
-
-    def __post_init__(self) -> None:
-        self._store = self.open_store(self.config)
 
     async def run(self, *, read_only: bool) -> list[Finding]:
         """Return all findings, in the order of the calls. Errors of the store become findings.
@@ -96,10 +83,10 @@ class BucketExamination:
         try:
             await self._run(read_only=read_only)
         except asyncio.CancelledError:
-            await _error_of(self._own.delete(self._store, self.key))
+            await _error_of(self._own.delete(self.store, self.key))
             raise
         finally:
-            await self._store.close()
+            await self.store.close()
         for check in _CHECKS:
             if check == "versions" or (check == "refresh" and not self.config.refresh_after_s):
                 continue
@@ -132,40 +119,28 @@ class BucketExamination:
     async def _list(self) -> bool:
         """Try a listing. False if no other call is worth trying: the bucket cannot be reached, or
         the credentials are not accepted."""
-        error = await _error_of(self._store.check())
+        error = await _error_of(self.store.check())
         if error is None:
             told = f"the bucket {self.config.bucket!r} is there and can be listed"
             self._note("list", "ok", told)
             return True
-        styles = [
-            ("addressing_style", style, f"With the bucket's name {where} it answers")
-            for style, where in (("path", "in the path"), ("virtual", "in the host name"))
-        ]
-        if not isinstance(error, StoreDenied) and await self._mended(
-            "list", error, lambda store: store.check(), styles
-        ):
-            return False
         self._fail("list", error, "s3:ListBucket", on_bucket=True)
         return is_permission(error)
 
     async def _put(self) -> bool:
         # With the condition, like the cache: a bucket's policy may require it.
-        error = await _error_of(self._write(self._store))
+        error = await _error_of(self._write())
         if error is None:
             self._note("put", "ok", "an object was written")
             return True
         self._fail("put", error, "s3:PutObject")
         if is_permission(error) and zone_of(self.config.bucket) is None:
-            given = self.config.put_headers or {}
-            told = "It takes uploads with an additional header, which its policy seems to demand"
-            more = [("put_headers", given | header, told) for header in _DEMANDED]
-            if not await self._mended("put", error, self._write, more):
-                remedy = f"{self._findings['put'].remedy}. {_HEADERS_REMEDY}"
-                self._note("put", "fault", str(error), remedy)
+            remedy = f"{self._findings['put'].remedy}. {_HEADERS_REMEDY}"
+            self._note("put", "fault", str(error), remedy)
         return False
 
     async def _put_again(self) -> None:
-        if not await self._write(self._store):
+        if not await self._write():
             told = "an object that is already there is not written again"
             return self._note("conditional put", "ok", told)
         told = (
@@ -176,7 +151,7 @@ class BucketExamination:
 
     async def _get(self, *, written: bool) -> None:
         buffer = bytearray(len(_CONTENT))
-        info = await self._store.get_into(self.key, Place.of(buffer))
+        info = await self.store.get_into(self.key, Place.of(buffer))
         if not written:
             return self._note("get", "ok", "a missing object is reported as missing")
         nbytes = 0 if info is None else info.nbytes
@@ -191,7 +166,7 @@ class BucketExamination:
 
     async def _clock(self, begin_s: float, end_s: float) -> None:
         """Compare the object's age with this host's time before and after it was written."""
-        info = await self._store.head(self.key)
+        info = await self.store.head(self.key)
         modified_s = begin_s if info is None else info.modified_s
         # Stores report whole seconds, so an object written just now may look a second old.
         ahead_s = max(0.0, begin_s - 1.0 - modified_s) - max(0.0, modified_s - end_s)
@@ -209,7 +184,7 @@ class BucketExamination:
         took_ms: list[float] = []
         for _ in range(LATENCY_ROUNDS):
             begin_s = self.clock_s()
-            await self._store.get_into(self.key, place)
+            await self.store.get_into(self.key, place)
             took_ms.append((self.clock_s() - begin_s) * 1e3)
         told = (
             f"a small GET takes {median(took_ms):.1f} ms (median of {len(took_ms)}, one after "
@@ -222,9 +197,9 @@ class BucketExamination:
         if self.config.refresh_after_s == 0:
             return
         try:
-            info = await self._store.head(self.key)
+            info = await self.store.head(self.key)
             if info is not None:
-                await self._store.refresh(self.key, info.modified_s)
+                await self.store.refresh(self.key, info.modified_s)
             self._note("refresh", "ok", "an object can be rewritten in place")
         except StoreError as error:
             remedy = "set refresh_after_s to 0, and let objects expire by the age of their write"
@@ -235,7 +210,7 @@ class BucketExamination:
     async def _delete(self) -> bool:
         config, put = self.config, self._own.puts.get(self.key)
         try:
-            erased = await self._store.erase(self.key)
+            erased = await self.store.erase(self.key)
         except StoreError as caught:
             error = caught
         else:
@@ -260,11 +235,11 @@ class BucketExamination:
         key, content = f"{self.key}-large", Place.of(bytearray(self.bandwidth_bytes))
 
         async def read(lane: int = 0, number: int = 0) -> None:
-            await self._store.get_into(key, content)  # of all lanes: they read the same
+            await self.store.get_into(key, content)  # of all lanes: they read the same
 
         try:
             begin_s = self.clock_s()
-            await self._own.put(self._store, key, content)
+            await self._own.put(self.store, key, content)
             written_s = self.clock_s()
             await read()
             read_s = self.clock_s()
@@ -273,7 +248,7 @@ class BucketExamination:
             await in_lanes(at_once, in_turn(range(at_once)), read)
             end_s = self.clock_s()
         finally:
-            left = await _error_of(self._own.delete(self._store, key))
+            left = await _error_of(self._own.delete(self.store, key))
         seconds = (written_s - begin_s, read_s - written_s, (end_s - read_s) / at_once)
         up, down, many = (self.bandwidth_bytes / 1e6 / max(s, 1e-9) for s in seconds)
         told = (
@@ -292,29 +267,8 @@ class BucketExamination:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"
 
-    async def _write(self, store: ObjectStore) -> bool:
-        return await self._own.put(store, self.key, Place.of(_CONTENT), if_absent=True)
-
-    async def _mended(
-        self,
-        check: str,
-        error: StoreError,
-        call: Callable[[ObjectStore], Awaitable[object]],
-        changes: Iterable[tuple[str, Any, str]],
-    ) -> bool:
-        """Note the first change of a setting (name, value, text to add to the error) with which the
-        call succeeds. Returns whether there is one."""
-        for name, value, told in changes:
-            store = self.open_store(dataclasses.replace(self.config, **{name: value}))
-            try:
-                succeeds = await _error_of(call(store)) is None
-            finally:
-                await store.close()
-            if succeeds:
-                written = json.dumps(value) if isinstance(value, dict) else repr(value)
-                self._note(check, "fault", f"{error}. {told}", f"set {name} to {written}")
-                return True
-        return False
+    async def _write(self) -> bool:
+        return await self._own.put(self.store, self.key, Place.of(_CONTENT), if_absent=True)
 
     def _resource(self, *, on_bucket: bool = False) -> str:
         bucket = self.config.bucket

@@ -76,7 +76,7 @@ def doctor(
         raise ConfigError(told + show.size(MAX_PUT_BYTES))
     address = examine_address(config)
     bucket = BucketExamination(
-        open_store,
+        open_store(config),
         config,
         probe_key(config, uuid4().hex),
         bandwidth_bytes=bandwidth,

@@ -22,7 +22,8 @@ _BY_CODE: Mapping[str, str] = {
     "this machine a role",
     "bad-credentials": "check AWS_PROFILE, and the role or file of the credentials",
     "NoSuchBucket": "create the bucket, or check bucket and endpoint_url",
-    "unresolved": "check endpoint_url and region: no such host is known here",
+    "unresolved": "check endpoint_url and region: no such host is known here. If it is known "
+    "without the bucket's name in front of it, set addressing_style to 'path'",
     "untrusted": "set ca_bundle to the authority that signed the server's certificate",
     "proxy": "check HTTPS_PROXY and HTTP_PROXY: is the proxy there, and does it let this host "
     "use it? If the bucket can be reached without it, list its host in NO_PROXY",

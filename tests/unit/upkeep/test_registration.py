@@ -22,10 +22,6 @@ BASE: dict[str, Any] = {
 }
 
 
-def changed(**model: Any) -> dict[str, Any]:
-    return BASE | {"model": BASE["model"] | model}
-
-
 def place(fingerprint: dict[str, Any]) -> tuple[Namespace, bytes]:
     return Namespace("s3kv", fingerprint_digest(fingerprint)), canonical_json(fingerprint)
 
@@ -43,7 +39,7 @@ async def test_the_first_writes_it_and_the_second_knows_it() -> None:
     store = MemoryStore()
     namespace, manifest = place(BASE)
     said = await meet(store, BASE)
-    assert f"{namespace.root} is new; no other namespace under s3kv/" in said
+    assert f"{namespace.root} is new; if others are under s3kv/" in said
     assert await read(store, namespace.manifest) == manifest
     assert fingerprint_digest(json.loads(manifest)) == namespace.digest
     assert f"{namespace.root} is known" in await meet(store, BASE)
@@ -62,30 +58,6 @@ async def test_the_shapes_of_every_engine_are_listed_beside_it() -> None:
     assert all(info.nbytes == 0 and parse_sign(info.key) == namespace for info in shapes)
 
 
-async def test_a_new_one_is_explained_by_the_nearest_field_by_field() -> None:
-    store = MemoryStore()
-    far = changed(dtype="torch.float16", name="other") | {"chunk_tokens": 512}
-    await meet(store, far)
-    said = await meet(store, BASE)
-    assert f"; the only other, {place(far)[0].digest}, differs in " in said
-    said = await meet(store, changed(dtype="torch.float32"))
-    assert f"of 2 others the nearest, {place(BASE)[0].digest}, differs in " in said
-    assert '\'model.dtype\' ("torch.bfloat16" there, "torch.float32" here)' in said
-    assert "chunk_tokens" not in said
-    said = await meet(store, changed(config={"rope": {"theta": 2e4}}))
-    assert "'model.config.rope.theta' (10000.0 there, 20000.0 here)" in said
-    said = await meet(store, BASE | {"lora": {"dtype": "x"}})
-    assert "'lora.dtype' (- there, \"x\" here)" in said
-
-
-async def test_many_differences_are_cut_short() -> None:
-    store = MemoryStore()
-    await meet(store, {f"field{n}": "x" * 100 for n in range(20)})
-    said = await meet(store, {f"field{n}": "y" * 100 for n in range(20)})
-    assert said.endswith("; and 12 more")
-    assert len(said) < 2_000
-
-
 async def test_a_bucket_that_may_only_be_read_or_is_full() -> None:
     store = Refusing("put", StoreDenied("s3:PutObject"))
     assert "is new (it has no manifest: writing one was denied)" in await meet(store, BASE)
@@ -95,32 +67,6 @@ async def test_a_bucket_that_may_only_be_read_or_is_full() -> None:
     full = Refusing("put", StoreUnavailable("507 disk full"), "/shapes/")
     said = await introduce(full, Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
     assert f"{namespace.root} is new" in said
-
-
-HOSTILE = [
-    b"",
-    b"\xff\xfe",
-    b"[" * 200_000,
-    b'{"a":' * 900 + b"1" + b"}" * 900,
-    b"[]",
-    b'"text"',
-    b"{" + b" " * MAX_MANIFEST_BYTES + b"}",
-    json.dumps({"\x1b[31m" + "k" * 1000: "\n\x1b[31m" + "v" * 100_000}).encode(),
-    json.dumps({"a": {}, "b": [], "c": None}).encode(),
-]
-
-
-@pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
-async def test_manifests_of_others_are_not_trusted(body: bytes) -> None:
-    store = MemoryStore()
-    other = Namespace("s3kv", "0" * 32)
-    await store.put(other.manifest, Place.of(body), if_absent=True)
-    await store.put("s3kv/v2/no-namespace/manifest.json", Place.of(body), if_absent=True)
-    said = await meet(store, BASE)
-    assert "is new" in said
-    assert "\x1b" not in said
-    assert "\n" not in said
-    assert len(said) < 2_000
 
 
 @pytest.mark.parametrize(
@@ -157,12 +103,3 @@ async def test_a_manifest_that_is_damaged_is_said_to_be() -> None:
         await store.put(namespace.manifest, Place.of(body), if_absent=False)
         assert "its manifest is damaged" in await meet(store, BASE)
         assert await store.head(namespace.manifest) is not None
-
-
-async def test_many_siblings_are_read_up_to_a_limit() -> None:
-    store = MemoryStore()
-    for number in range(100):
-        namespace, manifest = place(BASE | {"chunk_tokens": number})
-        await store.put(namespace.manifest, Place.of(manifest), if_absent=True)
-    assert "of 32 others" in await meet(store, BASE)
-    assert store.asked["get_into"] == 33

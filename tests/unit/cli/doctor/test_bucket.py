@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ def test_no_bandwidth_if_none_is_wanted(run: Run) -> None:
 
 
 async def examined(
-    store: ObjectStore | Callable[[Config], ObjectStore],
+    store: ObjectStore,
     wall_s: float = 0.0,
     *,
     bucket: str = "bkt",
@@ -56,9 +55,9 @@ async def examined(
     read_only: bool = False,
     **settings: Any,
 ) -> dict[str, Finding]:
-    """Findings by check. store: the one to examine, or what opens one."""
+    """Findings by check."""
     examination = BucketExamination(
-        store if callable(store) else lambda _: store,
+        store,
         Config(bucket=bucket, **settings),
         "s3kv/doctor/1",
         bandwidth_bytes=bandwidth_bytes,
@@ -88,19 +87,6 @@ def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: 
     assert findings(result)["refresh"]["status"] == "ok"
     assert "refresh" not in findings(run("doctor", *SMALL))
     assert left(boto, servers.BUCKET) == []
-
-
-async def test_an_object_of_a_trial_is_named_if_it_cannot_be_deleted() -> None:
-    class Demanding(Refusing):
-        async def begin(self, verb: str, key: str) -> None:
-            if verb == "put" and not opened[-1].put_headers:
-                raise self.error
-            await super().begin(verb, key)
-
-    store, opened = Demanding("delete", StoreDenied("no", code="AccessDenied")), list[Config]()
-    found = await examined(lambda config: opened.append(config) or store, bandwidth_bytes=0)
-    assert "set put_headers to" in found["put"].remedy
-    assert "s3kv/doctor/1 is left behind" in found["delete"].detail
 
 
 @pytest.mark.parametrize(
@@ -202,25 +188,6 @@ async def test_ctrl_c_during_a_put_that_fails(caplog: pytest.LogCaptureFixture) 
     del examining
     gc.collect()  # asyncio tells of an error that nobody has asked for when it frees the task
     assert caplog.text == ""
-
-
-@pytest.mark.parametrize("style", ["path", "virtual"])
-async def test_the_other_addressing_is_tried(style: str) -> None:
-    class Particular(MemoryStore):
-        def __init__(self, answers: bool) -> None:
-            super().__init__(clock=lambda: 0.0)
-            self._answers = answers
-
-        async def check(self, prefix: str | None = None) -> bool:
-            if not self._answers:
-                raise StoreUnavailable("no such host", code="unresolved")
-            return False
-
-    found = await examined(
-        lambda config: Particular(config.addressing_style == style), read_only=True
-    )
-    assert found["list"].status == "fault"
-    assert found["list"].remedy == f"set addressing_style to {style!r}"
 
 
 async def test_a_directory_bucket_needs_a_session() -> None:

@@ -26,7 +26,7 @@ def test_findings_come_in_the_order_in_which_they_were_looked_for(run: Run) -> N
     result = run("doctor", *SMALL)
     assert result.exit_code == 0, result.output
     found = list(findings(result))
-    assert found[:2] == ["client", "list"]
+    assert found[:2] == ["address", "list"]
     assert found[-6:] == ["memory", "shm", "memlock", "hash seed", "vllm", "gpu"]
 
 

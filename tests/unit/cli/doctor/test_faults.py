@@ -152,18 +152,6 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         demands("x-amz-server-side-encryption", "AES256"),
         "put",
         "fault",
-        'set put_headers to {"x-amz-server-side-encryption": "AES256"}',
-    ),
-    "must give the objects away": (
-        demands("x-amz-acl", "bucket-owner-full-control"),
-        "put",
-        "fault",
-        'set put_headers to {"x-amz-acl": "bucket-owner-full-control"}',
-    ),
-    "may not put, for lack of more than one header perhaps": (
-        denied("PUT", "s3:PutObject", f"{BUCKET_ARN}/*"),
-        "put",
-        "fault",
         "x-amz-server-side-encryption-aws-kms-key-id, set them in put_headers",
     ),
     "may not get": (
