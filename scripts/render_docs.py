@@ -81,8 +81,8 @@ clock, path style only, no conditional PUT, checksums refused, no server. `test_
 shows its findings on the host. The slab is a memory file, so `/dev/shm` matters only to vLLM's own
 queues and to its `OffloadingConnector`.
 
-`inspect` verifies an object by its key and the settings, and takes only the tensors from its
-header. An engine treats an object that `inspect` refuses as a miss. An object is a safetensors
+`verify` verifies an object by its key and the settings, and takes only the tensors from its
+header. An engine treats an object that `verify` refuses as a miss. An object is a safetensors
 file: any program that reads these shows its numbers.
 
 `serve` replaces itself with vLLM's server, so signals and the exit code are vLLM's. It needs vLLM

@@ -1,4 +1,4 @@
-"""`s3kv ls`: the namespaces of a bucket, the objects of one, and their counts."""
+"""`s3kv ls`: the namespaces of a bucket, and the counts of their objects."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from s3kv.cli import show, walk
 from s3kv.cli.invocation import EPILOG, now_s, on_bucket, print_json, with_settings
 from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
-from s3kv.objects.keys import ChunkAddress, Namespace
-from s3kv.stores.store import ObjectInfo, ObjectStore
-from s3kv.upkeep.listing import chunks
+from s3kv.stores.store import ObjectStore
 
 _BAR_CHARS = 40
 
@@ -23,23 +21,14 @@ _BAR_CHARS = 40
 @click.command(epilog=EPILOG)
 @click.argument("namespace", required=False)
 @click.option("--summary", is_flag=True, help="Count objects, bytes and ages; compare manifests.")
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=1000,
-    show_default=True,
-    help="Most objects to print.",
-)
 @with_settings
-def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json: bool) -> None:
-    """List the namespaces, or the chunks and items of one NAMESPACE.
-
-    The beginning of a namespace's name is enough. Prints at most --limit objects, in the order of
-    their block hashes, with their length and the time since they were last written or refreshed.
+def ls(config: Config, namespace: str | None, summary: bool, as_json: bool) -> None:
+    """List the namespaces, or count the objects of one NAMESPACE.
 
     With --summary it counts the objects of each namespace, the largest first, and shows the fields
     in which the manifests differ, which explain why one engine does not find the chunks of another.
-    For one NAMESPACE it shows the whole manifest. It lists every object, 1,000 per request.
+    For one NAMESPACE it counts those and shows the whole manifest; the beginning of its name is
+    enough. It lists every object, 1,000 per request.
 
     With --json every line is a JSON document of its own, printed as soon as it is known.
     """
@@ -52,11 +41,8 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
                 return
         else:
             place = await walk.resolve(store, config.prefix, namespace)
-            if not summary:
-                await _list_objects(store, place, limit, as_json)
-                return
             found, under = [await walk.describe(store, place)], place.root
-        if not summary:
+        if not summary and namespace is None:
             _print_namespaces(found, as_json)
             return
         with show.bars() as on_progress:
@@ -70,31 +56,6 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
             _print_summary(found, walk.differing(found) if namespace is None else None)
 
     on_bucket(config, run)
-
-
-async def _list_objects(store: ObjectStore, place: Namespace, limit: int, as_json: bool) -> None:
-    printed = 0
-    async for address, info in chunks(store, place.prefix, place.root):
-        if printed == limit:
-            click.echo(f"s3kv: showing the first {limit}; raise --limit to see more", err=True)
-            return
-        printed += 1
-        if as_json:
-            print_json(_listed(address, info), indent=None)
-        else:
-            age = show.age(now_s() - info.modified_s)
-            click.echo(f"{show.size(info.nbytes):>10}  {age:>7}  {info.key}")
-
-
-def _listed(address: ChunkAddress, info: ObjectInfo) -> dict[str, Any]:
-    return {
-        "key": info.key,
-        "nbytes": info.nbytes,
-        "modified": _time(info.modified_s),
-        "block_hash": address.key.block_hash.hex(),
-        "coverage": address.key.group,
-        "shard": address.shard,
-    }
 
 
 def _named(one: NamespaceContent) -> dict[str, Any]:

@@ -19,17 +19,20 @@ from rich.console import Console
 from rich.text import Text
 
 from s3kv.cli import show, walk
-from s3kv.cli.inspect import read_back
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
 from s3kv.config import Config, count
-from s3kv.objects.headers import Mismatch
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.headers import CodecError, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
 from s3kv.objects.manifest import leaves
+from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
 
+MAX_OBJECT_BYTES = 2**30
+"""Larger than any chunk; the most that somebody's object makes this process allocate."""
 READERS = 8
 """Objects read at once; each holds its whole object in memory."""
 
@@ -64,6 +67,7 @@ class Verification:
 
 
 @click.command(epilog=EPILOG)
+@click.argument("key", required=False)
 @click.option(
     "--sample",
     "count",
@@ -75,11 +79,14 @@ class Verification:
 )
 @click.option("--delete", is_flag=True, help="Delete damaged objects.")
 @with_settings
-def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: bool) -> None:
+def verify(
+    config: Config, key: str | None, count: int | None, seed: int, delete: bool, as_json: bool
+) -> None:
     """Read objects back, and list those that fail verification.
 
-    Reads all objects, or a --sample, and verifies each as `inspect` does; an object that does not
-    verify is read twice. Namespaces with another integrity than the settings (--set
+    Reads all objects, those whose keys begin with KEY, or a --sample of them, and verifies each
+    against its key as an engine with these settings would; an object that does not verify is read
+    twice. Namespaces with another integrity than the settings (--set
     integrity=…, and the secret) are named and left alone. To an engine a damaged object is a miss;
     after --delete it is saved again the next time it is computed. Reading costs money per request,
     and per byte if the bucket is in another region.
@@ -89,11 +96,11 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
         total = None
         if count is None:
             if show.is_watched():  # a listing more, so that the bar has an end
-                everything = await walk.count(store, config.prefix, (), now_s())
+                everything = await walk.count(store, config.prefix, (), now_s(), key)
                 total = sum(one.objects for one in everything)
-            picks = listing.chunks(store, config.prefix)
+            picks = listing.chunks(store, config.prefix, key)
         else:
-            picked = await sample(store, config.prefix, count, random.Random(seed))
+            picked = await sample(store, config.prefix, count, random.Random(seed), key)
             picks, total = in_turn(picked), len(picked)
         with show.bars() as on_progress:
             verifier = Verifier(
@@ -103,7 +110,7 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
                 on_object=lambda checked: on_progress("verifying", checked, total),
             )
             await verifier.run(picks)
-        if verifier.found == Verification():
+        if verifier.found == Verification() and key is None:
             await walk.report_empty(store, config.bucket, config.prefix)
         return verifier.found
 
@@ -112,15 +119,18 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
         print_json(asdict(found))
     else:
         _print(found)
-    raise SystemExit(0 if found.is_clean else FOUND)
+    is_missing = key is not None and found == Verification()
+    raise SystemExit(0 if found.is_clean and not is_missing else FOUND)
 
 
-async def sample(store: ObjectStore, prefix: str, count: int, rng: random.Random) -> list[Pick]:
+async def sample(
+    store: ObjectStore, prefix: str, count: int, rng: random.Random, under: str | None = None
+) -> list[Pick]:
     """A sample of `count` chunks in key order, each as likely as any other (Vitter's algorithm R);
-    all chunks if there are fewer. Raises `StoreError`."""
+    all chunks if there are fewer. under: as for `listing.chunks`. Raises `StoreError`."""
     picked: list[Pick] = []
     seen = 0
-    async for pick in listing.chunks(store, prefix):
+    async for pick in listing.chunks(store, prefix, under):
         seen += 1
         if len(picked) < count:
             picked.append(pick)
@@ -177,8 +187,15 @@ class Verifier:
     async def _refusal(
         self, address: ChunkAddress, info: ObjectInfo
     ) -> Mismatch | Literal["gone"] | None:
-        found = await read_back(self.store, self.config, address, info)
-        return "gone" if found is None else found.refusal
+        """The reason why a listed object is not the one its key names; "gone" if it was deleted or
+        replaced since."""
+        if info.nbytes > MAX_OBJECT_BYTES:
+            return "length"
+        buffer = memoryview(bytearray(info.nbytes))
+        came = await listing.tried(lambda: self.store.get_into(info.key, Place.of(buffer)))
+        if came is None or came.nbytes != info.nbytes:
+            return "gone"
+        return refusal_of(self.config, address, buffer)
 
     async def _can_judge(self, namespace: Namespace) -> bool:
         """Whether the manifest names the same integrity, mode and key, as the settings. Without a
@@ -195,6 +212,29 @@ class Verifier:
                 else:
                     self._judged[namespace] = ours["mode"] != "blake3-keyed"
             return self._judged[namespace]
+
+
+def refusal_of(config: Config, address: ChunkAddress, buffer: memoryview) -> Mismatch | None:
+    """The reason why the object in `buffer` is not the one its key names; None if it is. Verifies
+    as an engine with these settings would; only the tensors, which an engine takes from its model,
+    are those of the header. Raises `ConfigError` if the settings need a secret that is missing."""
+    integrity = Integrity.of(config)
+    try:
+        header = read_header(buffer)
+        expected = ChunkFormat(
+            address.namespace.digest,
+            header.tensors,
+            address.key.group,
+            address.shard,
+            integrity,
+            header.first_block,
+        )
+    except CodecError as error:
+        return error.refusal
+    except ValueError:
+        return "header"
+    place = Place.of(buffer, expected.header_bytes)
+    return expected.check(place, len(buffer), address.key.block_hash)
 
 
 def _print(found: Verification) -> None:

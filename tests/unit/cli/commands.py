@@ -7,12 +7,12 @@ from typing import Any
 
 from tests.servers import BUCKET
 from tests.unit.cli.test_cost import METRICS
-from tests.unit.cli.test_inspect import KEY, put, sealed
+from tests.unit.cli.test_verify import key, put, sealed
 
 
 def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
     """Fill the bucket, and return the arguments of each command by a name of its own."""
-    put(boto, sealed())
+    put(boto, key(1), sealed(1))
     metrics = folder / "metrics.txt"
     metrics.write_text(METRICS)
     bucket = ["--bucket", BUCKET, "--endpoint-url", url]
@@ -20,7 +20,7 @@ def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
         "config": ["config", *bucket],
         "cost": ["cost", "--metrics", str(metrics), "--over", "24h"],
         "doctor": ["doctor", "--set", "host_bytes=1MiB", *bucket],
-        "inspect": ["inspect", KEY, *bucket],
+        "verify KEY": ["verify", key(1), *bucket],
         "ls": ["ls", *bucket],
         "ls --summary": ["ls", "--summary", *bucket],
         "serve": ["serve", str(folder), "--print", *bucket],

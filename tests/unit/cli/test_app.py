@@ -17,7 +17,7 @@ from s3kv.cli.app import cli
 from tests.project import ROOT
 from tests.unit.cli.commands import prepare
 
-COMMANDS = {"config", "cost", "doctor", "gc", "inspect", "ls", "prove", "serve", "verify"}
+COMMANDS = {"config", "cost", "doctor", "gc", "ls", "prove", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
 
 
@@ -51,7 +51,6 @@ def test_every_option_says_what_it_does(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(COMMANDS - WITHOUT_BUCKET - {"config"}))
 def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> None:
     needed = {
-        "inspect": ["key"],
         "prove": ["model"],
         "serve": ["model"],
         "gc": ["--max-bytes", "1GiB"],

@@ -1,4 +1,4 @@
-"""`s3kv ls`: namespaces, objects, and summaries."""
+"""`s3kv ls`: namespaces, and summaries."""
 
 from __future__ import annotations
 
@@ -55,20 +55,6 @@ def test_namespaces(run: Run) -> None:
     assert "[red]m@main" in text
 
 
-def test_chunks_of_one_namespace(run: Run) -> None:
-    result = run("ls", HALVES.digest[:12], "--json")
-    assert result.exit_code == 0, result.output
-    found = lines(result.stdout)
-    assert [line["block_hash"] for line in found] == [f"{n:02x}" for n in range(30)]
-    assert {(line["nbytes"], line["shard"]) for line in found} == {(10, "h0-7of8-l0-31of32")}
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(found[0]["modified"])
-    assert abs(age) < timedelta(hours=1)
-    text = run("ls", HALVES.digest, "--limit", "7")
-    assert len(text.stdout.splitlines()) == 7
-    assert "raise --limit" in text.stderr
-    assert "raise --limit" not in run("ls", HALVES.digest, "--limit", "30").stderr
-
-
 @pytest.mark.parametrize("options", [(), ("--summary",)])
 @pytest.mark.parametrize("name", ["", "0000000", "no-name"])
 def test_a_namespace_that_is_not_one(run: Run, options: tuple[str, ...], name: str) -> None:
@@ -117,7 +103,7 @@ def test_the_summary_tells_namespaces_apart(run: Run) -> None:
 
 
 def test_the_summary_of_one_namespace_has_its_whole_manifest(run: Run) -> None:
-    found = words(run("ls", FULLS.digest[:8], "--summary").stdout)
+    found = words(run("ls", FULLS.digest[:8]).stdout)
     assert ["total", "1", "100", "B"] in found
     assert [FULLS.digest, "chunk_tokens", "256"] in found
     assert not any(HALVES.digest in line for line in found)

@@ -94,6 +94,27 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
     assert run("verify").exit_code == 0
 
 
+def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
+    fill(boto, {3: flipped(sealed(3))})
+    for number, code in ((3, 1), (4, 0)):
+        result = run("verify", key(number), "--json")
+        assert (result.exit_code, json.loads(result.stdout)["checked"]) == (code, 1)
+    assert run("verify", key(99)).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "refusal"),
+    [
+        (Namespace("s3kv", "b" * 32).chunk(ChunkKey(0, block_hash(1)), SHARD), "namespace"),
+        (PLACE.chunk(ChunkKey(1, block_hash(1)), SHARD), "coverage"),
+        (PLACE.chunk(ChunkKey(0, block_hash(1)), "h4-7of8-l0-31of32"), "shard"),
+    ],
+)
+def test_a_good_object_in_the_wrong_place(run: Run, boto: Any, place: str, refusal: str) -> None:
+    put(boto, place, sealed(1))
+    assert json.loads(run("verify", "--json").stdout)["damaged"][0]["refusal"] == refusal
+
+
 def test_a_sample_is_the_same_for_the_same_seed(run: Run, boto: Any) -> None:
     fill(boto, {number: b"bad" for number in range(0, 20, 2)})
 
