@@ -459,12 +459,13 @@ def found_in_the_end(reader: Offloading, wanted: Sequence[bytes]) -> None:
         time.sleep(0.05)
 
 
-def test_a_miss_holds_for_its_request_alone(either: Start) -> None:
-    reader, writer = either(), either()
-    early, wanted = reader.request(), keys(2)
+def test_a_miss_holds_for_its_request_alone_when_two_have_stored_it(either: Start) -> None:
+    reader, wanted = either(), keys(2)
+    early = reader.request()
     assert reader.look_up(wanted, early) == [MISS] * 2
-    writer.store(dict.fromkeys(wanted, 9))
-    writer.settle()
+    for writer in (either(), either()):
+        writer.store(dict.fromkeys(wanted, 9))
+        writer.settle()
     assert reader.look_up(wanted, early) == [MISS] * 2
     reader.manager.on_request_finished(early)
     found_in_the_end(reader, wanted)
@@ -496,14 +497,6 @@ def test_rows_are_used_again(either: Start) -> None:
         assert {key: reader.read(key, context) for key in part} == part
         reader.manager.on_request_finished(context)
     reader.settle()
-
-
-def test_two_engines_store_the_same(either: Start) -> None:
-    stored = dict.fromkeys(keys(2), 3)
-    for engine in (either(), either()):
-        engine.store(stored)
-        engine.settle()
-    found_in_the_end(either(), list(stored))
 
 
 def test_a_request_with_more_chunks_than_rows_comes_to_an_end(start: Start) -> None:
