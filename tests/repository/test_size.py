@@ -13,7 +13,7 @@ from tests.repository.test_project import functions
 MOST_LINES = 27_420
 """Lines of `s3kv/`. A change may lower the number, and may not raise it."""
 LONG_FUNCTION_LINES = 20
-MOST_TEST_LINES = 56_507
+MOST_TEST_LINES = 56254
 """Lines of `tests/`. The same goes for them."""
 
 

@@ -88,11 +88,20 @@ def _job(kind: JobKind, job_id: int, number: int | None, slot: int | None) -> Bu
 class Worker:
     """The worker's end of the wire, for a process served in the test's own loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, slab: Slab, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.slab = slab
         self._reader = reader
         self._writer = writer
         self._frames = wire.FrameReader(wire.Up)
         self._received: list[Any] = []
+
+    def slot(self, index: int) -> memoryview:
+        return slot(self.slab, index)
+
+    def fill(self, index: int, number: int) -> None:
+        fill(self.slab, index, number)
 
     def say(self, *messages: wire.Down) -> None:
         self._writer.write(wire.encode(list(messages)))
@@ -132,31 +141,33 @@ class Worker:
 @contextlib.asynccontextmanager
 async def served(
     make_store: Callable[[Config], ObjectStore],
-    slab: Slab,
     *,
     greeting: wire.Handshake | None = None,
+    slab_bytes: int = 64 * SLOT_BYTES,
     **settings: Any,
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """A process served in this loop, greeted (with `handshake` and these settings, unless told
-    otherwise) but not yet heard. settings: constants, too (`lab.constants`)."""
+    """A process served in this loop, with a slab of its own, greeted (with `handshake` and these
+    settings, unless told otherwise) but not yet heard. settings: constants, too (`lab.constants`).
+    """
     settings, others = constants.split(settings)
     ours, theirs = socket.socketpair()
-    serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))
-    worker = Worker(*await asyncio.open_unix_connection(sock=ours))
-    worker.say(greeting or handshake(Config(bucket="bkt", **settings)))
-    with constants.changed(**others):
-        try:
-            yield worker, serving
-        finally:
-            worker.hang_up()
-            await asyncio.wait_for(asyncio.wait([serving]), 5)
+    with contextlib.closing(Slab.create(slab_bytes)) as slab:
+        serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))
+        worker = Worker(slab, *await asyncio.open_unix_connection(sock=ours))
+        worker.say(greeting or handshake(Config(bucket="bkt", **settings)))
+        with constants.changed(**others):
+            try:
+                yield worker, serving
+            finally:
+                worker.hang_up()
+                await asyncio.wait_for(asyncio.wait([serving]), 5)
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    store: ObjectStore, slab: Slab, **how: Any
+    store: ObjectStore, **how: Any
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     """The same, once it has tried the bucket `store`."""
-    async with served(lambda _: store, slab, **how) as (worker, task):
+    async with served(lambda _: store, **how) as (worker, task):
         await worker.ready()
         yield worker, task

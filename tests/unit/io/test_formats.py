@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,31 +13,25 @@ from s3kv.host.room import PAGE_BYTES
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.formats import Formats
-from s3kv.io.server.process import serve
 from s3kv.messages import BucketJob, JobKind
 from s3kv.objects.item_format import HEADER_BYTES, SHARD, object_bytes
 from s3kv.types import ChunkKey, ItemShape, Outcome
-from tests.unit.io.rig import NAMESPACE, Worker
+from tests.unit.io.rig import NAMESPACE, Worker, serving
 
 ROOM = 2**18
 
 
 @pytest.fixture
-async def worker(slab: Slab, store: MemoryStore) -> AsyncIterator[Worker]:
-    ours, theirs = socket.socketpair()
-    serving = asyncio.ensure_future(serve(theirs, slab, lambda _: store, rng=random.Random(0)))
-    worker = Worker(*await asyncio.open_unix_connection(sock=ours))
+async def worker(store: MemoryStore) -> AsyncIterator[Worker]:
     prefix, digest = NAMESPACE.prefix, NAMESPACE.digest
-    worker.say(wire.Handshake(Config(bucket="bkt"), prefix, digest, SHARD, {}, item_dtype="BF16"))
-    assert (await worker.hear()).serving
-    yield worker
-    worker.hang_up()
-    await asyncio.wait_for(asyncio.wait([serving]), 5)
+    greeting = wire.Handshake(Config(bucket="bkt"), prefix, digest, SHARD, {}, item_dtype="BF16")
+    async with serving(store, greeting=greeting, slab_bytes=8 * ROOM) as (worker, _):
+        yield worker
 
 
 @pytest.fixture
-def slab() -> Slab:
-    return Slab.create(8 * ROOM)
+def slab(worker: Worker) -> Slab:
+    return worker.slab
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
-from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects import keys
 from s3kv.types import Outcome
@@ -65,13 +64,13 @@ class Bucket(MemoryStore):
     ids=["no answer", "denied", "a defect"],
 )
 async def test_nobody_waits_for_it(
-    slab: Slab, error: Exception | None, said: str, caplog: pytest.LogCaptureFixture
+    error: Exception | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What befalls it is said, a defect is counted, and jobs are served."""
     store = Bucket(error)
-    async with rig.serving(store, slab) as (worker, serving):
+    async with rig.serving(store) as (worker, serving):
         await store.read.wait()
-        rig.fill(slab, 1, number=1)
+        worker.fill(1, number=1)
         worker.say(rig.upload(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
         defects = (await worker.settled()).counters["io_defects"]
@@ -83,12 +82,12 @@ async def test_nobody_waits_for_it(
 
 @pytest.mark.usefixtures("with_manifest")
 async def test_it_is_written_as_soon_as_the_bucket_is_there(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("s3kv.upkeep.housekeeping._INTRODUCTION_PAUSE_S", 0.01)
     store = Bucket(*[StoreUnavailable("refused")] * 5)
     caplog.set_level(logging.INFO, "s3kv.io")
-    async with rig.serving(store, slab, max_attempts=1):
+    async with rig.serving(store, max_attempts=1):
         await store.written.wait()
         while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
             await asyncio.sleep(0.001)
@@ -97,7 +96,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
 
 
 async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
     monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
@@ -110,7 +109,7 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
     time_s += 2 * MIN_AGE_S
     oldest_left = rig.object_key(2)
     budget = 7 * rig.FORMAT.object_bytes
-    async with rig.serving(bucket, slab, bucket_bytes=budget) as (worker, _):
+    async with rig.serving(bucket, bucket_bytes=budget) as (worker, _):
         await counted(worker, "io_cleaner_sweeps")
         left = {key for key in bucket._objects if keys.parse(key)}
         assert left == {rig.object_key(number) for number in range(2, 8)}
@@ -130,7 +129,6 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
     ],
 )
 async def test_a_process_warns_of_a_bucket_without_a_bound(
-    slab: Slab,
     settings: dict[str, Any],
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +138,7 @@ async def test_a_process_warns_of_a_bucket_without_a_bound(
     monkeypatch.setattr(costs, "GROWTH_KNOWN_S", 0.01)
     store = MemoryStore(lambda: EPOCH_S)
     store.traffic.sent_bytes = 2**30
-    async with rig.serving(store, slab, **settings):
+    async with rig.serving(store, **settings):
         while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
             await asyncio.sleep(0.002)
         for _ in range(50):

@@ -15,7 +15,6 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
-from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.place import Place
@@ -365,16 +364,16 @@ async def refreshed(worker: rig.Worker, count: int) -> wire.Stats:
     return await told(worker, lambda stats: stats.counters["io_refresh_done"] >= count)
 
 
-async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -> None:
+async def test_a_process_refreshes_what_it_reads_and_what_it_finds() -> None:
     """And nothing that does not verify."""
     bucket = Bucket()
     rig.hold(bucket, 1, 2, 3)
     await bucket.put(rig.object_key(4), Place.of(b"bad" * 1000), if_absent=True)
     bucket.now_s += 2 * AFTER_S
-    async with rig.serving(bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+    async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(4))
         assert (await worker.done(1))[4].outcome is Outcome.CORRUPT
-        rig.fill(slab, 2, 2)
+        worker.fill(2, 2)
         worker.say(rig.fetch(1), rig.upload(2))
         ends = await worker.done(2)
         assert (ends[1].outcome, ends[2].outcome) == (Outcome.OK, Outcome.EXISTS)
@@ -384,12 +383,12 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -
     assert young == {rig.object_key(1), rig.object_key(2)}
 
 
-async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
+async def test_a_copy_that_fails_is_nobody_elses_affair() -> None:
     bucket = Bucket()
     rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
     bucket.errors["refresh"] = [StoreUnavailable("503")]
-    async with rig.serving(bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+    async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
         stats = await told(worker, lambda stats: stats.counters["io_refresh_failed"] == 1)
@@ -402,13 +401,11 @@ def use(job_id: int) -> BucketJob:
 
 
 @pytest.mark.parametrize("settings", [{"refresh_after_s": AFTER_S}, {}], ids=["on", "off"])
-async def test_a_process_says_of_what_is_used_whether_it_is_there(
-    slab: Slab, settings: dict[str, Any]
-) -> None:
+async def test_a_process_says_of_what_is_used_whether_it_is_there(settings: dict[str, Any]) -> None:
     bucket = Bucket()
     rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
-    async with served(lambda _: bucket, slab, **settings) as (worker, _):
+    async with served(lambda _: bucket, **settings) as (worker, _):
         worker.say(use(1), use(2), BucketJob(3, JobKind.USE, ChunkKey(0, b"")))
         ends = {}
         while len(ends) < 3:  # the third is answered before the bucket has been tried
@@ -426,10 +423,10 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(
     assert bucket.asked["refresh"] == len(settings)
 
 
-async def test_a_shutdown_answers_the_uses_that_wait(slab: Slab) -> None:
+async def test_a_shutdown_answers_the_uses_that_wait() -> None:
     bucket = Bucket()
     bucket.hangs = True
-    async with rig.serving(bucket, slab) as (worker, _):
+    async with rig.serving(bucket) as (worker, _):
         worker.say(use(1), use(2))
         await until(lambda: bucket.asked["head"] > 0)
         worker.say(wire.Drain(5.0))
@@ -438,12 +435,12 @@ async def test_a_shutdown_answers_the_uses_that_wait(slab: Slab) -> None:
         assert await worker.hear() == wire.Drained(0)
 
 
-async def test_a_shutdown_does_not_wait_for_copies(slab: Slab) -> None:
+async def test_a_shutdown_does_not_wait_for_copies() -> None:
     bucket = Bucket()
     rig.hold(bucket, 1)
     bucket.now_s += 2 * AFTER_S
     bucket.hangs = True
-    async with rig.serving(bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+    async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
         await worker.done(1)
         await until(lambda: bucket.asked["refresh"] > 0)
@@ -459,7 +456,7 @@ async def test_a_shutdown_does_not_wait_for_copies(slab: Slab) -> None:
     ids=["off", "directory bucket"],
 )
 async def test_where_it_is_off_nothing_is_copied(
-    slab: Slab, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], said: int
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], said: int
 ) -> None:
     caplog.set_level(logging.WARNING)
     bucket = Bucket()
@@ -467,7 +464,7 @@ async def test_where_it_is_off_nothing_is_copied(
     bucket.now_s += 1e9
     config = rig.Config(**{"bucket": "bkt", **settings})
     greeting = rig.handshake(config)
-    async with rig.serving(bucket, slab, greeting=greeting) as (worker, _):
+    async with rig.serving(bucket, greeting=greeting) as (worker, _):
         worker.say(rig.fetch(1))
         await worker.done(1)
         await asyncio.sleep(0.05)
@@ -475,11 +472,11 @@ async def test_where_it_is_off_nothing_is_copied(
     assert sum("refresh_after_s has no effect" in message for message in caplog.messages) == said
 
 
-async def test_the_manifest_stays_as_young_as_the_chunks(slab: Slab) -> None:
+async def test_the_manifest_stays_as_young_as_the_chunks() -> None:
     bucket = Bucket()
     greeting = rig.handshake(rig.Config(bucket="bkt", refresh_after_s=0.01))
     named = msgspec.structs.replace(greeting, manifest=b"{}")
-    async with rig.serving(bucket, slab, greeting=named) as (worker, _):
+    async with rig.serving(bucket, greeting=named) as (worker, _):
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)
         bucket.now_s += 100
         await refreshed(worker, 1)

@@ -68,7 +68,7 @@ class GatedStore(MemoryStore):
 
 
 async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
     monkeypatch.setattr(Slab, "ask_for_huge_pages", lambda self: log.append("ask"))
@@ -79,19 +79,19 @@ async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
         prefault(self, stop)
 
     monkeypatch.setattr(Slab, "prefault", watched)
-    async with rig.serving(MemoryStore(), slab) as (worker, serving):
+    async with rig.serving(MemoryStore()) as (worker, serving):
         worker.hang_up()
         await serving
     assert log == ["ask", "prefault"]
 
 
 @pytest.mark.parametrize("words", ["no file /tmp/\udcff", "\U0001f600" * 1000])
-async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> None:
+async def test_a_job_ends_whatever_its_error_says(words: str) -> None:
     store = MemoryStore(
         errors={"check": [StoreUnavailable(words)], "get_into": [StoreError(words)]}
     )
     settings = {"on_unavailable": "serve", "max_attempts": 1}
-    async with served(lambda _: store, slab, **settings) as (worker, _):
+    async with served(lambda _: store, **settings) as (worker, _):
         answer = await worker.hear()
         assert isinstance(answer, wire.Ready)
         assert (answer.trouble, answer.message[:5]) == ("unavailable", words[:5])
@@ -101,9 +101,9 @@ async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> Non
         await worker.settled()
 
 
-async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
+async def test_a_drain_hurries_the_uploads() -> None:
     store = GatedStore()
-    async with rig.serving(store, slab, max_inflight_requests=8) as (worker, _):
+    async with rig.serving(store, max_inflight_requests=8) as (worker, _):
         worker.say(*(rig.upload(i) for i in range(5)))
         assert (await worker.settled()).running == 1
         worker.say(wire.Drain(60.0))
@@ -112,36 +112,36 @@ async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
         assert len(await worker.done(5)) == 5
 
 
-async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
+async def test_a_waiting_job_is_cancelled_at_once() -> None:
     store = GatedStore()
-    async with rig.serving(store, slab, max_inflight_requests=1) as (worker, _):
+    async with rig.serving(store, max_inflight_requests=1) as (worker, _):
         worker.say(rig.fetch(1), rig.fetch(2), wire.Cancel(2))
         assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
         assert len(store.begun) == 1
 
 
-async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -> None:
+async def test_a_running_fetch_is_done_only_when_it_writes_no_more() -> None:
     store = GatedStore()
-    async with rig.serving(store, slab) as (worker, _):
+    async with rig.serving(store) as (worker, _):
         store.unwound.clear()
         worker.say(rig.fetch(1), rig.fetch(2))
         await worker.settled()
-        assert bytes(rig.slot(slab, 1)[:4]) == b"part"
+        assert bytes(worker.slot(1)[:4]) == b"part"
         worker.say(wire.Cancel(1), wire.Cancel(1))
         stats = await worker.settled()  # and no Done before it
         assert stats.running == 2
         store.unwound.set()
         assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
-        assert bytes(rig.slot(slab, 1)[:4]) == b"last"
-        rig.slot(slab, 1)[:4] = b"mine"
+        assert bytes(worker.slot(1)[:4]) == b"last"
+        worker.slot(1)[:4] = b"mine"
         store.open_gate()
         await worker.done(1)
-        assert bytes(rig.slot(slab, 1)[:4]) == b"mine"
+        assert bytes(worker.slot(1)[:4]) == b"mine"
 
 
-async def test_a_job_cancelled_in_the_same_breath_ends_once(slab: Slab) -> None:
+async def test_a_job_cancelled_in_the_same_breath_ends_once() -> None:
     """A task cancelled before its first step never runs a line of its coroutine."""
-    async with rig.serving(MemoryStore(), slab) as (worker, _):
+    async with rig.serving(MemoryStore()) as (worker, _):
         for i in range(50):
             worker.say(rig.fetch(i), wire.Cancel(i), wire.Cancel(i))
         ends = await worker.done(50)
@@ -164,10 +164,10 @@ async def test_a_job_cancelled_in_the_same_breath_ends_once(slab: Slab) -> None:
     ],
 )
 async def test_errors_become_outcomes(
-    slab: Slab, errors: list[Exception], outcome: Outcome, retries: int
+    errors: list[Exception], outcome: Outcome, retries: int
 ) -> None:
     store = MemoryStore(errors={"get_into": errors})
-    async with rig.serving(store, slab, max_attempts=3) as (worker, _):
+    async with rig.serving(store, max_attempts=3) as (worker, _):
         worker.say(rig.fetch(1))
         end = (await worker.done(1))[1]
         stats = await worker.settled()
@@ -192,8 +192,8 @@ async def test_errors_become_outcomes(
         BucketJob(1, JobKind.USE, ChunkKey(0, b"")),
     ],
 )
-async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Down) -> None:
-    async with rig.serving(MemoryStore(), slab) as (worker, _):
+async def test_a_job_that_makes_no_sense_is_invalid(message: wire.Down) -> None:
+    async with rig.serving(MemoryStore()) as (worker, _):
         worker.say(message)
         end = (await worker.done(1))[1]
         assert end.outcome is Outcome.INVALID
@@ -203,10 +203,8 @@ async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Do
 @pytest.mark.parametrize(
     "messages", [[rig.fetch(1), rig.fetch(1)], [rig.handshake(Config(bucket="bkt"))]]
 )
-async def test_a_worker_out_of_order_ends_the_process(
-    slab: Slab, messages: list[wire.Down]
-) -> None:
-    async with rig.serving(GatedStore(), slab) as (worker, serving):
+async def test_a_worker_out_of_order_ends_the_process(messages: list[wire.Down]) -> None:
+    async with rig.serving(GatedStore()) as (worker, serving):
         worker.say(*messages)
         with pytest.raises(wire.WireError):
             await serving
@@ -222,11 +220,11 @@ TROUBLES = [
 @pytest.mark.parametrize("serves", [False, True])
 @pytest.mark.parametrize(("error", "trouble"), TROUBLES)
 async def test_a_bucket_in_trouble_ends_the_process_unless_told_to_serve(
-    slab: Slab, error: StoreError, trouble: wire.Trouble, serves: bool
+    error: StoreError, trouble: wire.Trouble, serves: bool
 ) -> None:
     settings = {"max_attempts": 1, "on_unavailable": "serve"} if serves else {"max_attempts": 2}
     store = MemoryStore(errors={"check": [error] * (1 if serves else 9)})
-    async with served(lambda _: store, slab, **settings) as (worker, serving):
+    async with served(lambda _: store, **settings) as (worker, serving):
         worker.say(rig.fetch(1))
         assert await worker.hear() == wire.Ready(serves, trouble, str(error))
         if serves:
@@ -236,46 +234,46 @@ async def test_a_bucket_in_trouble_ends_the_process_unless_told_to_serve(
             await serving
 
 
-async def test_it_says_whether_the_namespace_has_objects(slab: Slab) -> None:
+async def test_it_says_whether_the_namespace_has_objects() -> None:
     store = MemoryStore()
     other = Namespace(rig.NAMESPACE.prefix, "f" * 32)
     await store.put(other.manifest, Place.of(b"{}"), if_absent=True)
     for known in (False, True):
-        async with served(lambda _: store, slab) as (worker, _):
+        async with served(lambda _: store) as (worker, _):
             assert await worker.hear() == wire.Ready(True, None, "", known)
         await store.put(rig.object_key(1), Place.of(b"1"), if_absent=True)
 
 
-async def test_a_store_that_cannot_be_made_names_the_setting(slab: Slab) -> None:
+async def test_a_store_that_cannot_be_made_names_the_setting() -> None:
     def make_store(config: Config) -> MemoryStore:
         raise ConfigError("region is missing")
 
-    async with served(make_store, slab, on_unavailable="serve") as (worker, serving):
+    async with served(make_store, on_unavailable="serve") as (worker, serving):
         assert await worker.hear() == wire.Ready(False, "config", "region is missing")
         await serving
 
 
-async def test_a_defect_at_start_is_told(slab: Slab) -> None:
+async def test_a_defect_at_start_is_told() -> None:
     store = MemoryStore(errors={"check": [ZeroDivisionError("oops")]})
-    async with served(lambda _: store, slab, on_unavailable="serve") as (worker, serving):
+    async with served(lambda _: store, on_unavailable="serve") as (worker, serving):
         assert await worker.hear() == wire.Ready(False, "defect", "ZeroDivisionError('oops')")
         await serving
 
 
-async def test_a_bucket_that_never_answers_is_given_up(slab: Slab) -> None:
+async def test_a_bucket_that_never_answers_is_given_up() -> None:
     class SilentStore(MemoryStore):
         async def check(self, prefix: str | None = None) -> bool:
             return await asyncio.Event().wait()
 
-    async with served(lambda _: SilentStore(), slab, start_timeout_s=0.05) as (worker, _):
+    async with served(lambda _: SilentStore(), start_timeout_s=0.05) as (worker, _):
         answer = await worker.hear()
         assert (answer.serving, answer.trouble) == (False, "unavailable")
         assert "no answer within 0.05 s" in answer.message
 
 
-async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
+async def test_the_end_of_the_stream_ends_everything() -> None:
     store = GatedStore()
-    async with rig.serving(store, slab, max_inflight_requests=2) as (worker, serving):
+    async with rig.serving(store, max_inflight_requests=2) as (worker, serving):
         worker.say(rig.fetch(1), rig.fetch(2), rig.fetch(3))
         await worker.settled()
         worker.hang_up()
@@ -285,11 +283,11 @@ async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None:
+async def test_a_drain_gives_up_fetches_and_finishes_uploads() -> None:
     store = GatedStore()
-    async with rig.serving(store, slab, max_inflight_requests=4) as (worker, _):
+    async with rig.serving(store, max_inflight_requests=4) as (worker, _):
         for i in range(5):
-            rig.fill(slab, i, number=i)
+            worker.fill(i, number=i)
         worker.say(*(rig.upload(i) for i in range(5)), *(rig.fetch(i) for i in range(5, 10)))
         await worker.settled()
         worker.say(wire.Drain(30.0), rig.upload(20))
@@ -303,21 +301,21 @@ async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None
 
 
 @pytest.mark.parametrize("drain", [True, False])
-async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) -> None:
+async def test_uploads_are_tried_again_only_in_a_drain(drain: bool) -> None:
     """Otherwise the planner does, which is gone by then."""
     store = MemoryStore(errors={"put": [StoreUnavailable("away")] * 2})
-    async with rig.serving(store, slab, max_attempts=3) as (worker, _):
-        rig.fill(slab, 1, number=1)
+    async with rig.serving(store, max_attempts=3) as (worker, _):
+        worker.fill(1, number=1)
         worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
         end = (await worker.done(1))[1]
         assert end.outcome is (Outcome.OK if drain else Outcome.FAILED)
 
 
-async def test_a_drain_goes_on_when_the_worker_is_gone(slab: Slab) -> None:
+async def test_a_drain_goes_on_when_the_worker_is_gone() -> None:
     store = GatedStore()
-    async with rig.serving(store, slab, max_inflight_requests=1) as (worker, serving):
+    async with rig.serving(store, max_inflight_requests=1) as (worker, serving):
         for i in range(3):
-            rig.fill(slab, i, number=i)
+            worker.fill(i, number=i)
         worker.say(*(rig.upload(i) for i in range(3)), wire.Drain(30.0))
         worker.hang_up()
         store.open_gate()

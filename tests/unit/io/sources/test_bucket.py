@@ -15,7 +15,6 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
-from s3kv.host.slab import Slab
 from s3kv.io.sources import bucket as source
 from s3kv.io.sources.quarantine import BARRED_S
 from s3kv.io.sources.transfer_job import TransferJob
@@ -71,8 +70,8 @@ def bucket() -> Bucket:
 
 
 @pytest.fixture
-async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
-    async with rig.serving(bucket, slab) as (worker, _):
+async def worker(bucket: Bucket) -> AsyncIterator[Worker]:
+    async with rig.serving(bucket) as (worker, _):
         yield worker
 
 
@@ -125,8 +124,8 @@ async def fetch(worker: Worker) -> JobEnd:
     return (await worker.done(1))[3]
 
 
-async def upload(worker: Worker, slab: Slab) -> Outcome:
-    rig.fill(slab, 1, number=1)
+async def upload(worker: Worker) -> Outcome:
+    worker.fill(1, number=1)
     worker.say(rig.upload(1))
     return (await worker.done(1))[1].outcome
 
@@ -166,19 +165,17 @@ async def test_a_bad_object_is_a_miss_with_its_reason_and_not_read_again(
 
 
 @pytest.mark.parametrize("reason", BAD_OBJECTS)
-async def test_the_next_upload_replaces_it(
-    worker: Worker, bucket: Bucket, slab: Slab, reason: str
-) -> None:
+async def test_the_next_upload_replaces_it(worker: Worker, bucket: Bucket, reason: str) -> None:
     bucket.hold(KEY, BAD_OBJECTS[reason])
     await fetch(worker)
-    assert await upload(worker, slab) is Outcome.OK
+    assert await upload(worker) is Outcome.OK
     assert (await fetch(worker)).outcome is Outcome.OK
-    assert bytes(rig.slot(slab, 3)) == GOOD == bucket.held()
+    assert bytes(worker.slot(3)) == GOOD == bucket.held()
     assert bucket.objects_asked == {"get_into": 2, "put": 1}
 
 
 async def test_a_good_reading_after_a_while_clears_it(
-    worker: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.hold(KEY, GOOD)
     bucket.lies = [BAD]
@@ -188,11 +185,11 @@ async def test_a_good_reading_after_a_while_clears_it(
     assert (await fetch(worker)).reason == "quarantined"
     monkeypatch.setattr(source, "now_s", lambda: now_s() + BARRED_S)
     assert (await fetch(worker)).outcome is Outcome.OK
-    assert await upload(worker, slab) is Outcome.EXISTS
+    assert await upload(worker) is Outcome.EXISTS
 
 
 async def test_one_that_is_gone_is_written_as_a_new_one(
-    worker: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.lies = [BAD]
     assert (await fetch(worker)).outcome is Outcome.CORRUPT
@@ -200,4 +197,4 @@ async def test_one_that_is_gone_is_written_as_a_new_one(
     monkeypatch.setattr(source, "now_s", lambda: now_s() + BARRED_S)
     assert (await fetch(worker)).reason == ""
     bucket.hold(KEY, GOOD)
-    assert await upload(worker, slab) is Outcome.EXISTS
+    assert await upload(worker) is Outcome.EXISTS

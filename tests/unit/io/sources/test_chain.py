@@ -4,14 +4,13 @@ chunk that is computed while it is fetched is uploaded only if the fetch does no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreRefused, StoreUnavailable
-from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources import chain
 from s3kv.io.sources.chain import Chain
@@ -88,21 +87,14 @@ class Bucket(MemoryStore):
 
 
 @pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(8 * rig.SLOT_BYTES)
-    rig.fill(slab, 1, number=1)
-    yield slab
-    slab.close()
-
-
-@pytest.fixture
 async def bucket() -> Bucket:
     return Bucket()
 
 
 @pytest.fixture
-async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
-    async with rig.serving(bucket, slab) as (worker, _):
+async def worker(bucket: Bucket) -> AsyncIterator[Worker]:
+    async with rig.serving(bucket) as (worker, _):
+        worker.fill(1, number=1)
         yield worker
 
 

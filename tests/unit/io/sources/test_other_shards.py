@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from lab import constants
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
-from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources import other_shards, staging
 from s3kv.messages import BucketJob, JobEnd, JobKind
@@ -117,13 +116,6 @@ class Bucket(MemoryStore):
 
 
 @pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(64 * form(WHOLE).object_bytes)
-    yield slab
-    slab.close()
-
-
-@pytest.fixture
 async def bucket() -> Bucket:
     return Bucket()
 
@@ -131,14 +123,13 @@ async def bucket() -> Bucket:
 class Reader:
     """The worker of a rank that shares."""
 
-    def __init__(self, worker: Worker, slab: Slab, shard: Shard, integrity: Integrity) -> None:
+    def __init__(self, worker: Worker, shard: Shard, integrity: Integrity) -> None:
         self.worker = worker
-        self._slab = slab
         self._form = form(shard, integrity)
 
     def slot(self, number: int) -> memoryview:
         nbytes = self._form.object_bytes
-        return self._slab.view[number * nbytes : (number + 1) * nbytes]
+        return self.worker.slab.view[number * nbytes : (number + 1) * nbytes]
 
     def ask(self, number: int = 0, block_hash: bytes = BLOCK_HASH) -> None:
         slot = self.slot(number)
@@ -156,7 +147,6 @@ class Reader:
 @contextlib.asynccontextmanager
 async def reading(
     bucket: Bucket,
-    slab: Slab,
     shard: Shard,
     *,
     pages: Pages | None = PAGES,
@@ -174,8 +164,10 @@ async def reading(
         integrity=integrity,
         pages=pages,
     )
-    async with rig.serving(bucket, slab, greeting=handshake, **others) as (worker, _):
-        yield Reader(worker, slab, shard, integrity)
+    async with rig.serving(
+        bucket, greeting=handshake, slab_bytes=64 * form(WHOLE).object_bytes, **others
+    ) as (worker, _):
+        yield Reader(worker, shard, integrity)
         assert (await worker.settled()).running == 0, "a place has not been given back"
 
 
@@ -192,12 +184,12 @@ SIZES = [
 @pytest.mark.parametrize("range_bytes", [0, 4096])
 @pytest.mark.parametrize(("shard", "others"), SIZES)
 async def test_it_is_put_together_of_what_others_have_stored(
-    bucket: Bucket, slab: Slab, shard: Shard, others: list[Shard], range_bytes: int
+    bucket: Bucket, shard: Shard, others: list[Shard], range_bytes: int
 ) -> None:
     await bucket.store(*others)
     for name in ("whole", "h0-9of4-l0-1of2", "zz", "h0-0of9-l0-0of1"):  # no shards of this
         await bucket.put(f"{NAMESPACE.shapes}{name}", Place.of(b""), if_absent=False)
-    async with reading(bucket, slab, shard, range_bytes=range_bytes) as reader:
+    async with reading(bucket, shard, range_bytes=range_bytes) as reader:
         for number in range(2):
             end = await reader.fetch(number)
             assert end.outcome is Outcome.OK
@@ -212,22 +204,22 @@ async def test_it_is_put_together_of_what_others_have_stored(
     ids=["its own is there", "it does not share"],
 )
 async def test_its_own_object_comes_first(
-    bucket: Bucket, slab: Slab, held: tuple[Shard, ...], pages: Pages | None, outcome: Outcome
+    bucket: Bucket, held: tuple[Shard, ...], pages: Pages | None, outcome: Outcome
 ) -> None:
     await bucket.store(*held)
-    async with reading(bucket, slab, HALVES[0], pages=pages) as reader:
+    async with reading(bucket, HALVES[0], pages=pages) as reader:
         assert (await reader.fetch()).outcome is outcome
     assert bucket.reads == {key(HALVES[0]): 1}
     assert bucket.asked["list"] == 0
 
 
 async def test_where_all_ranks_are_of_one_size_a_miss_costs_no_second_request(
-    bucket: Bucket, slab: Slab
+    bucket: Bucket,
 ) -> None:
     """Only one listing, however many chunks are asked for at once."""
     for half in HALVES:
         await bucket.mark(half)
-    async with reading(bucket, slab, HALVES[0]) as reader:
+    async with reading(bucket, HALVES[0]) as reader:
         for number in range(8):
             reader.ask(number, bytes([number]) * 32)
         ends = await reader.worker.done(8)
@@ -237,18 +229,18 @@ async def test_where_all_ranks_are_of_one_size_a_miss_costs_no_second_request(
     assert bucket.asked["list"] == 1
 
 
-async def test_what_is_there_in_part_is_a_miss(bucket: Bucket, slab: Slab) -> None:
+async def test_what_is_there_in_part_is_a_miss(bucket: Bucket) -> None:
     await bucket.store(HALVES[0])
     await bucket.mark(HALVES[1])
-    async with reading(bucket, slab, WHOLE) as reader:
+    async with reading(bucket, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.MISSING
         assert reader.is_untouched()
 
 
-async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab) -> None:
+async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket) -> None:
     await bucket.mark(WHOLE)
     await bucket.store(*QUARTERS)
-    async with reading(bucket, slab, HALVES[0]) as reader:
+    async with reading(bucket, HALVES[0]) as reader:
         assert (await reader.fetch()).outcome is Outcome.OK
         assert bytes(reader.slot(0)) == stored(HALVES[0])
     assert bucket.reads == dict.fromkeys(map(key, (HALVES[0], WHOLE, *QUARTERS[:2])), 1)
@@ -266,13 +258,11 @@ async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab)
         pytest.param(lambda good: b"", id="empty"),
     ],
 )
-async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(
-    bucket: Bucket, slab: Slab, bad: Any
-) -> None:
+async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(bucket: Bucket, bad: Any) -> None:
     await bucket.store(*HALVES)
     data = bad(stored(HALVES[1]))
     await bucket.put(key(HALVES[1]), Place.of(data), if_absent=False)
-    async with reading(bucket, slab, WHOLE) as reader:
+    async with reading(bucket, WHOLE) as reader:
         for _ in range(3):
             assert (await reader.fetch()).outcome is Outcome.MISSING
             assert reader.is_untouched()
@@ -280,10 +270,10 @@ async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(
     assert await bucket.head(key(HALVES[1])) is not None
 
 
-async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket, slab: Slab) -> None:
+async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket) -> None:
     """Also one sealed with another key."""
     keyed = Integrity("blake3-keyed", b"k" * 32)
-    async with reading(bucket, slab, QUARTERS[0], integrity=keyed) as reader:
+    async with reading(bucket, QUARTERS[0], integrity=keyed) as reader:
         await bucket.store(WHOLE, integrity=keyed)
         assert (await reader.fetch()).outcome is Outcome.OK
         assert bytes(reader.slot(0)) == stored(QUARTERS[0], integrity=keyed)
@@ -297,36 +287,36 @@ async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket, sl
         assert reader.is_untouched()
 
 
-async def test_an_outage_is_a_failure_and_no_miss(bucket: Bucket, slab: Slab) -> None:
+async def test_an_outage_is_a_failure_and_no_miss(bucket: Bucket) -> None:
     await bucket.store(*HALVES)
     bucket.failures[key(HALVES[1])] = [StoreUnavailable("down") for _ in range(3)]
-    async with reading(bucket, slab, WHOLE, max_attempts=3) as reader:
+    async with reading(bucket, WHOLE, max_attempts=3) as reader:
         assert (await reader.fetch()).outcome is Outcome.FAILED
         assert reader.is_untouched()
         assert (await reader.fetch()).outcome is Outcome.OK
 
 
 async def test_shapes_that_cannot_be_listed_are_none_for_a_while(
-    bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bucket.store(*HALVES)
     bucket.errors["list"] = [StoreDenied("no"), StoreUnavailable("down")]
     monkeypatch.setattr(other_shards, "LOOK_AFTER_ERROR_S", 0.0)
-    async with reading(bucket, slab, WHOLE) as reader:
+    async with reading(bucket, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.MISSING
         assert (await reader.fetch()).outcome is Outcome.MISSING
         assert (await reader.fetch()).outcome is Outcome.OK
 
 
 async def test_a_fleet_that_begins_later_is_noticed(
-    bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with reading(bucket, slab, WHOLE) as reader:
+    async with reading(bucket, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.MISSING
         await bucket.store(*HALVES)
         assert (await reader.fetch()).outcome is Outcome.MISSING
     monkeypatch.setattr(other_shards, "LOOK_AGAIN_S", 0.0)
-    async with reading(bucket, slab, QUARTERS[0]) as reader:
+    async with reading(bucket, QUARTERS[0]) as reader:
         assert (await reader.fetch()).outcome is Outcome.OK
         assert (await reader.fetch(block_hash=OTHER_HASH)).outcome is Outcome.MISSING
         await bucket.mark(WHOLE)
@@ -334,9 +324,9 @@ async def test_a_fleet_that_begins_later_is_noticed(
     assert bucket.reads[key(WHOLE, OTHER_HASH)] == 1
 
 
-async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket, slab: Slab) -> None:
+async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket) -> None:
     await bucket.store(*HALVES)
-    async with reading(bucket, slab, WHOLE) as reader:
+    async with reading(bucket, WHOLE) as reader:
         assert (await reader.fetch(1, OTHER_HASH)).outcome is Outcome.MISSING  # shapes are known
         bucket.gates[HALVES[0].name].clear()
         reader.ask()
@@ -350,7 +340,7 @@ async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket, slab: Slab
 
 
 async def test_few_are_put_together_at_once(
-    bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes memory beside the slab; the others wait."""
     cover_bytes = sum(len(stored(half)) for half in HALVES)
@@ -361,7 +351,7 @@ async def test_few_are_put_together_at_once(
         for half in HALVES:
             data = stored(half, block_hash=block_hash)
             await bucket.put(key(half, block_hash), Place.of(data), if_absent=False)
-    async with reading(bucket, slab, WHOLE) as reader:
+    async with reading(bucket, WHOLE) as reader:
         bucket.gates[HALVES[0].name].clear()
         for number, block_hash in enumerate(hashes):
             reader.ask(number, block_hash)

@@ -14,7 +14,6 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreThrottled, StoreUnavailable, StoreUnranged
-from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources.ranges import cut
 from s3kv.messages import JobEnd
@@ -84,10 +83,10 @@ async def bucket() -> Bucket:
 
 
 @contextlib.asynccontextmanager
-async def fetching(bucket: Bucket, slab: Slab, **settings: Any) -> AsyncIterator[Worker]:
+async def fetching(bucket: Bucket, **settings: Any) -> AsyncIterator[Worker]:
     """A process that reads in ranges; it has given back all places in the end."""
     settings = {"range_bytes": RANGE_BYTES} | settings
-    async with rig.serving(bucket, slab, **settings) as (worker, _):
+    async with rig.serving(bucket, **settings) as (worker, _):
         yield worker
         assert bucket.running == 0
         assert (await worker.settled()).running == 0
@@ -111,20 +110,20 @@ def test_ranges_are_the_whole_object(nbytes: int, count: int) -> None:
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
-async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> None:
+async def test_a_large_object_comes_in_ranges(bucket: Bucket) -> None:
     bucket.hold(KEY, rig.sealed(1))
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         end = await fetched(worker)
         assert (end.outcome, end.nbytes) == (Outcome.OK, rig.FORMAT.object_bytes)
-        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert bytes(worker.slot(3)) == rig.sealed(1)
         assert len(bucket.reads) == bucket.reads.total() == bucket.most == RANGES
         assert None not in bucket.reads
 
 
 @pytest.mark.parametrize("range_bytes", [0, rig.FORMAT.object_bytes // 2 + 1])
-async def test_a_small_object_comes_whole(bucket: Bucket, slab: Slab, range_bytes: int) -> None:
+async def test_a_small_object_comes_whole(bucket: Bucket, range_bytes: int) -> None:
     bucket.hold(KEY, rig.sealed(1))
-    async with fetching(bucket, slab, range_bytes=range_bytes) as worker:
+    async with fetching(bucket, range_bytes=range_bytes) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
         assert bucket.reads == {None: 1}
 
@@ -132,7 +131,7 @@ async def test_a_small_object_comes_whole(bucket: Bucket, slab: Slab, range_byte
 @pytest.mark.parametrize("mode", ["xxh3", "none"])
 @pytest.mark.parametrize("answered", range(1, RANGES))
 async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
-    bucket: Bucket, slab: Slab, mode: Any, answered: int
+    bucket: Bucket, mode: Any, answered: int
 ) -> None:
     """With digests, and without: the two have one header then."""
     layout = ChunkFormat(rig.NAMESPACE.digest, rig.TENSORS, 0, rig.SHARD, Integrity(mode))
@@ -147,23 +146,21 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
     bucket.after = [old] * (answered - 1) + [new]
     greeting = rig.handshake(Config(bucket="bkt"))
     greeting = msgspec.structs.replace(greeting, integrity=Integrity(mode))
-    async with fetching(bucket, slab, greeting=greeting) as worker:
+    async with fetching(bucket, greeting=greeting) as worker:
         end = await fetched(worker)
         assert end.outcome is Outcome.OK, end.detail
-        assert bytes(rig.slot(slab, 3)[: layout.object_bytes]) == new
+        assert bytes(worker.slot(3)[: layout.object_bytes]) == new
         assert bucket.reads[None] == 1
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), StoreThrottled("SlowDown")])
-async def test_a_range_that_fails_is_sent_again_alone(
-    bucket: Bucket, slab: Slab, error: Exception
-) -> None:
+async def test_a_range_that_fails_is_sent_again_alone(bucket: Bucket, error: Exception) -> None:
     bucket.hold(KEY, rig.sealed(1))
     first = cut(rig.FORMAT.object_bytes, RANGES)[2].start
     bucket.failures = {first: [error, error]}
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
-        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert bytes(worker.slot(3)) == rig.sealed(1)
         assert bucket.reads.pop(first) == 3
         assert set(bucket.reads.values()) == {1}
 
@@ -173,18 +170,18 @@ async def test_a_range_that_fails_is_sent_again_alone(
     [(StoreUnavailable("away"), Outcome.FAILED), (StoreDenied("no"), Outcome.DENIED)],
 )
 async def test_a_range_that_stays_away_ends_the_fetch(
-    bucket: Bucket, slab: Slab, error: Exception, outcome: Outcome
+    bucket: Bucket, error: Exception, outcome: Outcome
 ) -> None:
     bucket.hold(KEY, rig.sealed(1))
     bucket.failures = {0: [error] * 3}
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         assert (await fetched(worker)).outcome is outcome
         bucket.failures.clear()
         assert (await fetched(worker)).outcome is Outcome.OK
 
 
-async def test_an_object_that_is_not_there(bucket: Bucket, slab: Slab) -> None:
-    async with fetching(bucket, slab) as worker:
+async def test_an_object_that_is_not_there(bucket: Bucket) -> None:
+    async with fetching(bucket) as worker:
         assert (await fetched(worker)).outcome is Outcome.MISSING
         assert bucket.reads[None] == 0
 
@@ -193,10 +190,10 @@ LENGTHS = [3, 4096 * 3, rig.FORMAT.object_bytes - 1, rig.FORMAT.object_bytes + 1
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
-async def test_an_object_of_another_length(bucket: Bucket, slab: Slab, nbytes: int) -> None:
+async def test_an_object_of_another_length(bucket: Bucket, nbytes: int) -> None:
     """That is not the fault of the store's ranges: the next object comes in some again."""
     bucket.hold(KEY, (rig.sealed(1) + b"x")[:nbytes])
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         end = await fetched(worker)
         assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
         bucket.reads.clear()
@@ -207,34 +204,34 @@ async def test_an_object_of_another_length(bucket: Bucket, slab: Slab, nbytes: i
 
 @pytest.mark.parametrize("at", [100, rig.FORMAT.header_bytes, rig.FORMAT.object_bytes - 1])
 async def test_the_second_reading_of_a_bad_object_is_whole(
-    bucket: Bucket, slab: Slab, at: int, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("s3kv.io.sources.quarantine.BARRED_S", 0.0)
     good = rig.sealed(1)
     bucket.hold(KEY, good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         for times in range(2):
             assert (await fetched(worker)).outcome is Outcome.CORRUPT
             assert bucket.reads[None] == times
 
 
-async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket, slab: Slab) -> None:
+async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket) -> None:
     bucket.hold(KEY, rig.sealed(1))
     firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
     bucket.failures = {first: [StoreUnranged("200")] * 9 for first in firsts}
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         for _ in range(3):
             assert (await fetched(worker)).outcome is Outcome.OK
-        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert bytes(worker.slot(3)) == rig.sealed(1)
         assert bucket.reads.pop(None) == 3
         assert set(bucket.reads.values()) <= {1}
 
 
-async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket, slab: Slab) -> None:
+async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket) -> None:
     bucket.hold(KEY, rig.sealed(1))
     bucket.gate.clear()
     bucket.unwound.clear()
-    async with fetching(bucket, slab) as worker:
+    async with fetching(bucket) as worker:
         worker.say(rig.fetch(3, number=1))
         await until(lambda: bucket.running == RANGES)
         worker.say(wire.Cancel(3))
@@ -243,10 +240,10 @@ async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket, slab: Sla
         assert (await worker.done(1))[3].outcome is Outcome.CANCELLED
 
 
-async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> None:
+async def test_ranges_take_places_of_the_window(bucket: Bucket) -> None:
     """Three fetches share eight of them. A fourth waits for the first range that ends."""
     bucket.gate.clear()
-    async with fetching(bucket, slab, max_inflight_requests=8) as worker:
+    async with fetching(bucket, max_inflight_requests=8) as worker:
         worker.say(*(rig.fetch(number) for number in range(3)))
         await until(lambda: bucket.running == 6)
         assert (await worker.settled()).running == 6
@@ -259,17 +256,17 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> N
         assert bucket.most <= 8
 
 
-async def test_a_late_range_is_hedged(bucket: Bucket, slab: Slab) -> None:
+async def test_a_late_range_is_hedged(bucket: Bucket) -> None:
     bucket.hold(KEY, rig.sealed(1))
-    async with fetching(bucket, slab, hedge_percent=100.0) as worker:
+    async with fetching(bucket, hedge_percent=100.0) as worker:
         for _ in range(8):  # until it is known what is late
             assert (await fetched(worker)).outcome is Outcome.OK
-        rig.slot(slab, 3)[:] = bytes(rig.FORMAT.object_bytes)
+        worker.slot(3)[:] = bytes(rig.FORMAT.object_bytes)
         bucket.reads.clear()
         bucket.gate.clear()
         worker.say(rig.fetch(3, number=1))
         await until(lambda: bucket.reads.total() > RANGES)
         bucket.gate.set()
         assert (await worker.done(1))[3].outcome is Outcome.OK
-        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert bytes(worker.slot(3)) == rig.sealed(1)
         assert (await worker.settled()).counters["io_hedges"] > 0
