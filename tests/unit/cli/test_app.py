@@ -17,7 +17,7 @@ from s3kv.cli.app import cli
 from tests.project import ROOT
 from tests.unit.cli.commands import prepare
 
-COMMANDS = {"config", "cost", "doctor", "gc", "ls", "prove", "serve", "verify"}
+COMMANDS = {"config", "cost", "doctor", "ls", "prove", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
 
 
@@ -53,7 +53,6 @@ def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> N
     needed = {
         "prove": ["model"],
         "serve": ["model"],
-        "gc": ["--max-bytes", "1GiB"],
     }
     result = CliRunner().invoke(cli, [name, *needed.get(name, [])])
     assert result.exit_code == 2
