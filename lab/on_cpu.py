@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 _FUNCTIONS = "torchvision.transforms.v2.functional"
 
@@ -80,4 +82,6 @@ def touch_kv_cache(engine: Any) -> int:
     caches = executor.driver_worker.worker.model_runner.kv_caches
     for cache in caches:
         cache.zero_()
+    if caches[0].is_cuda:
+        torch.cuda.synchronize()  # before a copy on another stream
     return sum(cache.nbytes for cache in caches)

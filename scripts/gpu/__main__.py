@@ -1,7 +1,8 @@
-"""One of three commands: `python -m scripts.gpu first|second|third [--dry-run]`.
+"""One of three commands: `python -m scripts.gpu first|second|third [--only PART …] [--dry-run]`.
 
 --pack: what `python -m scripts.gpu.pack` has made. Without it nothing is unpacked.
 --out: the folder for the results; `build/gpu` unless told otherwise.
+--only: the parts whose names begin so; all unless told otherwise.
 --dry-run: the whole command on a machine without a GPU, up to where CUDA begins.
 """
 
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.gpu.commands import COMMANDS, UNPACK_S
+from scripts.gpu.commands import COMMANDS
 from scripts.gpu.pack import unpack
 from scripts.gpu.parts import ROOT, run
 
@@ -26,18 +27,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--pack", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="s3kv-gpu-") as site:
         path = [str(ROOT)]
         if options.pack is not None:
-            unpack(options.pack, Path(site), timeout_s=UNPACK_S)
+            unpack(options.pack, Path(site), compiled=not options.dry_run)
             path = [site, *path]
         path += filter(None, [os.environ.get("PYTHONPATH")])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         out = options.out.resolve()
-        parts = COMMANDS[options.command]
-        well = run(options.command, parts, out, env, rehearse=options.dry_run)
+        chosen = tuple(options.only)
+        stages = [
+            [part for part in stage if part.name.startswith(chosen)]
+            for stage in COMMANDS[options.command]
+        ]
+        stages = [stage for stage in stages if stage]
+        well = run(options.command, stages, out, env, rehearse=options.dry_run)
     return 0 if well else 1
 
 

@@ -1,16 +1,17 @@
-"""The three commands: what each has to bring home, in the order of what matters most."""
+"""The three commands: what each brings home, in the order of what matters most."""
 
 from __future__ import annotations
 
+from scripts.gpu.engine import name_of
 from scripts.gpu.parts import Part
 
 MOST_S = 540
 """Seconds of a command, with `UNPACK_S`."""
-UNPACK_S = 50
-MOST_FILES = 8
-"""Results of a command: those of its parts, the report and the log."""
+UNPACK_S = 40
 
 ENGINE = "scripts.gpu.engine"
+Stage = tuple[Part, ...]
+"""Parts that run at once."""
 
 
 def _alike(name: str, module: str, timeout_s: float) -> Part:
@@ -31,57 +32,79 @@ _TESTS = ("-m", "scripts.gpu.tests", "--out", "{out}/tests.jsonl", "--seconds")
 _PYTEST = ("-c", "tests/gpu/bare.ini", "--rootdir", ".")
 _WHERE = ("tests/gpu", "tests/unit/device")
 
-FIRST = (
-    _alike("facts", "scripts.gpu.facts", 40),
-    _alike("probe", "s3kv.device.probe", 40),
-    Part(
-        "tests",
-        (*_TESTS, "120", "--", *_PYTEST, "-m", "gpu", "-k", "not memcheck", *_WHERE),
-        # All are collected; a few run, on the CPU and on the simulated GPU.
-        rehearsal=(
-            *(*_TESTS, "1100", "--limit", "300", "--", *_PYTEST),
-            *("-k", "test_a_graph_is_replayed or test_streams_of_an_engine", *_WHERE),
-        ),
-        timeout_s=130,
-        files=("tests.jsonl",),
-    ),
-    Part(
-        "batches, again and again",
-        ("-m", "tests.gpu.sanitized", "--kind", "cuda-batch", "--large", "--seconds", "60"),
-        rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu", "--large", "--seconds", "1"),
-        timeout_s=90,
-    ),
-    _benchmark("copies", "gpu_copies", 190, "--seconds", "140", "--rounds", "5"),
+
+def _engine(front: str, model: str, runner: str, timeout_s: float) -> Part:
+    program = ("-m", ENGINE, "--front", front, "--model", model, "--runner", runner)
+    program = (*program, "--out", "{out}")
+    name = name_of(front, model, runner)
+    return Part(
+        name.removeprefix("gpu-").replace("-", " "),
+        program,
+        (*program, "--dry-run"),
+        timeout_s,
+        files=(f"{name}.json",),
+    )
+
+
+_ENGINES = (
+    *(("tier", "tiny", "2"), ("tier", "tiny", "1"), ("tier", "windowed", "2")),
+    *(("connector", "tiny", "2"), ("connector", "tiny", "1"), ("connector", "windowed", "2")),
 )
 
-SECOND = (
-    *(
+FIRST: tuple[Stage, ...] = (
+    (_alike("facts", "scripts.gpu.facts", 40),),
+    (_alike("probe", "s3kv.device.probe", 40),),
+    (
         Part(
-            f"engine, runner {runner}",
-            ("-m", ENGINE, "--runner", runner, "--out", "{out}"),
-            rehearsal=("-m", ENGINE, "--runner", runner, "--out", "{out}", "--dry-run"),
-            timeout_s=timeout_s,
-            files=(f"gpu-runner-{runner}.json", f"gpu-runner-{runner}.log"),
-        )
-        for runner, timeout_s in (("2", 200), ("1", 120))
+            "tests",
+            (*_TESTS, "150", "--", *_PYTEST, "-m", "gpu", "-k", "not memcheck", *_WHERE),
+            # All are collected; a few run, on the CPU and on the simulated GPU.
+            rehearsal=(
+                *(*_TESTS, "1100", "--limit", "300", "--", *_PYTEST),
+                *("-k", "test_a_graph_is_replayed or test_streams_of_an_engine", *_WHERE),
+            ),
+            timeout_s=160,
+            files=("tests.jsonl",),
+        ),
+        *(_engine(*which, 200) for which in _ENGINES),
     ),
-    _benchmark("beside a busy thread", "gpu_busy", 80, "--seconds", "45"),
-    _benchmark("path", "gpu_path", 90, "--seconds", "45"),
+    (
+        Part(
+            "batches, again and again",
+            ("-m", "tests.gpu.sanitized", "--kind", "cuda-batch", "--large", "--seconds", "20"),
+            rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu", "--large", "--seconds", "1"),
+            timeout_s=60,
+        ),
+    ),
+    (_benchmark("copies", "gpu_copies", 130, "--seconds", "80", "--rounds", "3"),),
 )
 
-THIRD = (
-    Part(
-        "pages",
-        ("-m", "benchmarks.pages", "8", "3", "gpu"),
-        rehearsal=("-m", "benchmarks.pages", "0.0625", "1"),
-        timeout_s=210,
-        stdout="gpu-pages.json",
+SECOND: tuple[Stage, ...] = (
+    (_engine("tier", "llama-8b", "2", 110),),
+    (_engine("connector", "llama-8b", "2", 110),),
+    (_engine("none", "llama-8b", "2", 70),),
+    (_engine("files", "llama-8b", "2", 100),),
+    (_benchmark("path", "gpu_path", 60, "--seconds", "30", "--rounds", "5"),),
+    (_benchmark("beside a busy thread", "gpu_busy", 50, "--seconds", "25"),),
+)
+
+THIRD: tuple[Stage, ...] = (
+    (
+        Part(
+            "memcheck",
+            ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", "memcheck", "tests/gpu/test_memory.py"),
+            rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu"),
+            timeout_s=280,
+        ),
     ),
-    Part(
-        "memcheck",
-        ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", "memcheck", "tests/gpu/test_memory.py"),
-        rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu"),
-        timeout_s=280,
+    (
+        Part(
+            "pages",
+            ("-m", "benchmarks.pages", "8", "3", "gpu"),
+            rehearsal=("-m", "benchmarks.pages", "0.0625", "1"),
+            timeout_s=210,
+            stdout="gpu-pages.json",
+        ),
     ),
 )
 

@@ -1,11 +1,15 @@
-"""The real engine beside s3kv: `python -m scripts.gpu.engine --runner 2 --out FOLDER`.
+"""The real engine beside s3kv: `python -m scripts.gpu.engine --front tier --out FOLDER`.
 
-A small Llama with random weights answers the same prompts four times: cold; from the engine's own
-cache; from s3kv's host memory, after the engine has forgotten its cache and every page is zeroed;
-and from the bucket, in a new engine. Tokens and hits of the last three have to be equal, and
-nothing may be left under way; ends with 1 if it is not so. The bucket is a server of our own here.
-The result is written after each of the four.
+A Llama answers the same prompts four times: cold; from the engine's own cache; from host memory,
+after the engine has forgotten its cache and every page is zeroed; and from the bucket, in a new
+engine. Tokens and hits of the last three have to be equal, and nothing may be left under way; ends
+with 1 if it is not so. The bucket is a server of our own here. The result, written after each of
+the four, is `gpu-FRONT-MODEL-runner-N.json`.
 
+--front: s3kv as the tier of vLLM's OffloadingConnector, or its own connector; beside them, for
+comparison, vLLM's tier of local files, and an engine without a connector.
+--model: small ones with random weights that make every page of KV matter, with full attention or
+with windows; or one of the size of Llama-3-8B with vLLM's dummy weights, for times.
 --runner: vLLM's model runner of the first generation, or of the second.
 --device cpu: the CPU build of vLLM, to try the program with.
 --dry-run: only what comes before CUDA, see `scripts.gpu.rehearsal`.
@@ -19,6 +23,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +31,51 @@ from benchmarks.shaped import FAST, shaped
 from lab import models
 from lab.constants import split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Answer, Engine
+from lab.offloading import offloading
 
-CHUNK_TOKENS = 128
-HIT_TOKENS = 8 * CHUNK_TOKENS
-"""The engine computes at least the last token of a prompt: here it is alone in its chunk."""
-PROMPTS = 8
+FRONTS = ("tier", "connector", "files", "none")
 TIERS = ("cold", "engine", "host", "bucket")
 
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """hit_tokens: whole chunks of every prompt, which is a token longer: vLLM computes the last
+    token at least. The bytes are those of the engine's cache and of host memory."""
+
+    preset: models.Preset
+    prompts: int
+    hit_tokens: int
+    chunk_tokens: int
+    cache_bytes: int
+    host_bytes: int
+    dummy: bool = False
+
+
+LLAMA_8B = replace(
+    models.FAT,
+    name="llama-8b",
+    hidden=4096,
+    layers=32,
+    heads=32,
+    intermediate=14_336,
+    max_tokens=16_384,
+)
+WORKS = {
+    "tiny": Work(models.TINY, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
+    "windowed": Work(models.WINDOWED, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
+    "llama-8b": Work(LLAMA_8B, 4, 8192, 256, 8 * 2**30, 8 * 2**30, dummy=True),
+}
+
 ON_CUDA: dict[str, Any] = {
-    "attention_backend": "TRITON_ATTN",
-    # Every layer by its function in torch: there may be no compiled kernels.
-    "compilation_config": {"mode": 0, "custom_ops": ["none"]},
+    "gpu_memory_utilization": 0.3,  # several engines share the GPU
+    "enforce_eager": False,
+    # Graphs without torch.compile, which would take a minute of every start.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
     "kernel_config": {
-        "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
         # Kernels are compiled when they are needed: the others would take minutes at the start.
         "enable_jit_warmup": False,
         "enable_cutedsl_warmup": False,
@@ -56,55 +93,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runner", choices=("1", "2"), required=True)
+    parser.add_argument("--front", choices=FRONTS, required=True)
+    parser.add_argument("--model", choices=WORKS, default="tiny")
+    parser.add_argument("--runner", choices=("1", "2"), default="2")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="s3kv-engine-") as folder:
-        model = models.build(Path(folder), models.TINY)
-        log = options.out / f"gpu-runner-{options.runner}.log"
         if options.dry_run:
-            found = _rehearsed(model, options.runner, Path(folder))
-            log.write_text("".join(f"{name}: {way}\n" for name, way in found["layers"].items()))
+            found = _rehearsed(options, Path(folder))
         else:
+            found = {}
             with shaped(FAST) as server:
-                found = {}
-                for found in _served(model, options.runner, options.device, server.url, log):
+                for found in _served(options, server.url, Path(folder)):
                     _write(options, found)
     _write(options, found)
-    return 0 if options.dry_run or well(found) else 1
+    return 0 if options.dry_run or options.front == "none" or well(found) else 1
 
 
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    result = {"runner": options.runner, "device": options.device} | found
-    path: Path = options.out / f"gpu-runner-{options.runner}.json"
-    path.write_text(json.dumps(result, indent=2))
+    named = {name: getattr(options, name) for name in ("front", "model", "runner", "device")}
+    path: Path = options.out / f"{name_of(options.front, options.model, options.runner)}.json"
+    path.write_text(json.dumps(named | found, indent=2))
 
 
-def connector(url: str) -> dict[str, Any]:
+def name_of(front: str, model: str, runner: str) -> str:
+    """Of the result, without a suffix."""
+    return f"gpu-{front}-{model}-runner-{runner}"
+
+
+def transfer(front: str, work: Work, url: str, files: Path, device: str) -> dict[str, Any] | None:
     """vLLM's kv_transfer_config. No answer depends on how fast anything is."""
-    return {
-        "kv_connector": "S3KVConnector",
-        "kv_connector_module_path": "s3kv.connectors",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "bucket": "benchmark",
-            "endpoint_url": url,
-            "region": "us-east-1",
-            "host_bytes": "256MiB",
-            "chunk_tokens": CHUNK_TOKENS,
-            "recompute_gate": False,
-            "max_wait_ms": 60_000,
-            "probe_chunks": 1,
-            "request_timeout_ms": 120_000,
-        },
+    patient = {
+        "bucket": "benchmark",
+        "endpoint_url": url,
+        "region": "us-east-1",
+        "recompute_gate": False,
+        "max_wait_ms": 60_000,
+        "request_timeout_ms": 120_000,
     }
+    if front == "none":
+        return None
+    if front == "connector":
+        own = {"host_bytes": work.host_bytes, "chunk_tokens": work.chunk_tokens, "probe_chunks": 1}
+        return {
+            "kv_connector": "S3KVConnector",
+            "kv_connector_module_path": "s3kv.connectors",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": patient | own,
+        }
+    tier = {
+        # By module, because s3kv is not installed as a package where this runs.
+        "tier": {"type": "S3Tier", "module_path": "s3kv.connectors.offload_tier"} | patient,
+        "files": {"type": "fs", "root_dir": str(files)},
+    }
+    tokens = {"block_size": work.chunk_tokens}
+    config = offloading(tier[front], work.host_bytes, **tokens)
+    if device == "cuda":
+        extra = config["kv_connector_extra_config"]
+        del extra["spec_module_path"]
+        extra["spec_name"] = "TieringOffloadingSpec"
+    return config
 
 
 def environment(runner: str) -> dict[str, str]:
-    """Of an engine that finds no package of kernels either."""
+    """Of an engine that finds no package of kernels beside vLLM."""
     return CREDENTIALS | {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -112,64 +167,98 @@ def environment(runner: str) -> dict[str, str]:
     }
 
 
-def _rehearsed(model: Path, runner: str, folder: Path) -> dict[str, Any]:
+def _engine_args(work: Work, device: str) -> dict[str, Any]:
+    """Over `ENGINE_ARGS`."""
+    args = {
+        "kv_cache_memory_bytes": work.cache_bytes,
+        "max_model_len": work.preset.max_tokens,
+        **({"load_format": "dummy"} if work.dummy else {}),
+    }
+    return args | (ON_CUDA if device == "cuda" else {})
+
+
+def _model(work: Work, folder: Path) -> Path:
+    if not work.dummy:
+        return models.build(folder, work.preset)
+    path = folder / work.preset.name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(models.config_of(work.preset)))
+    return path
+
+
+def _rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     # vLLM remembers what it has seen of a model; the next machine remembers nothing.
     fresh = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ.update(ENVIRONMENT | environment(runner) | fresh)
+    os.environ.update(ENVIRONMENT | environment(options.runner) | fresh)
     from scripts.gpu.rehearsal import rehearse
 
-    transfer, _ = split_connector(connector("http://127.0.0.1:1"))
-    return rehearse(model, ENGINE_ARGS | ON_CUDA | {"kv_transfer_config": transfer}, runner, folder)
+    work = WORKS[options.model]
+    work = replace(work, preset=replace(work.preset, layers=2), dummy=True)
+    args = ENGINE_ARGS | _engine_args(work, "cuda")
+    config = transfer(options.front, work, "http://127.0.0.1:1", folder / "files", "cuda")
+    if config is not None:
+        args["kv_transfer_config"], _ = split_connector(config)
+    return rehearse(_model(work, folder), args, options.runner, folder)
 
 
-def _served(model: Path, runner: str, device: str, url: str, log: Path) -> Iterator[dict[str, Any]]:
+def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dict[str, Any]]:
     """What was found so far, after each tier."""
-    prompts = models.prompts(PROMPTS, HIT_TOKENS + 1)
+    work = WORKS[options.model]
+    prompts = models.prompts(work.prompts + 1, work.hit_tokens + 1)
+    config = transfer(options.front, work, url, folder / "files", options.device)
+    model = _model(work, folder)
     answers: dict[str, list[Answer]] = {}
-    audits = []
+    audits: list[dict[str, Any]] = []
 
     def new_engine() -> Engine:
         return Engine(
             model,
-            connector=connector(url),
-            log_path=log,
-            env=environment(runner) | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
-            **(ON_CUDA if device == "cuda" else {}),
+            connector=config,
+            log_path=options.out / f"{name_of(options.front, options.model, options.runner)}.log",
+            env=environment(options.runner)
+            | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
+            **_engine_args(work, options.device),
         )
 
     def serve(engine: Engine, tier: str) -> dict[str, Any]:
         """And wait until everything is in the bucket."""
-        answers[tier] = engine.generate(prompts)
-        audits.append(engine.call("lab.audit:audit"))
-        return compared(answers) | {
+        answers[tier] = engine.generate(prompts[1:])
+        if config is not None:
+            audits.append(engine.call("lab.audit:audit"))
+        return compared(answers, work) | {
             "left": [{name: n for name, n in audit["left"].items() if n} for audit in audits],
             "broken": [broken for audit in audits for broken in audit["broken"]],
-            "planner": audits[-1]["planner"],
-            "rank": audits[-1]["rank"],
+            "planner": audits[-1]["planner"] if audits else {},
+            "rank": audits[-1]["rank"] if audits else {},
         }
 
     with new_engine() as engine:
+        engine.generate(prompts[:1])  # the first one waits for kernels
         for tier in TIERS[:2]:
             yield serve(engine, tier)
-        engine.reset_prefix_cache()
-        engine.call("lab.on_cpu:touch_kv_cache")
-        yield serve(engine, "host")
-    with new_engine() as engine:
-        yield serve(engine, "bucket")
+        if config is not None:
+            engine.reset_prefix_cache()
+            engine.call("lab.on_cpu:touch_kv_cache")
+            yield serve(engine, "host")
+    if config is not None:
+        with new_engine() as engine:
+            engine.generate(models.prompts(1, work.hit_tokens + 1, seed=1))
+            yield serve(engine, "bucket")
 
 
-def compared(answers: dict[str, list[Answer]]) -> dict[str, Any]:
+def compared(answers: dict[str, list[Answer]], work: Work) -> dict[str, Any]:
     """The answers of the tiers that have been asked. equal: None until all have been, unless one
     is wrong already.
     """
     right = [
-        same(answers["engine"], answers[tier]) and hit(answers[tier])
+        same(answers["engine"], answers[tier]) and hit(answers[tier], work)
         for tier in TIERS[2:]
         if tier in answers
     ]
     return {
         "equal": all(right) if len(answers) == len(TIERS) or not all(right) else None,
-        "prompts": PROMPTS,
+        "prompts": work.prompts,
+        "prompt_tokens": work.hit_tokens + 1,
         "cached_tokens": {tier: [a.cached_tokens for a in each] for tier, each in answers.items()},
         "ttft_ms": {
             tier: [round(1e3 * (a.ttft_s or 0), 2) for a in each] for tier, each in answers.items()
@@ -185,8 +274,8 @@ def same(one: Sequence[Answer], other: Sequence[Answer]) -> bool:
     return [a.tokens for a in one] == [a.tokens for a in other]
 
 
-def hit(answers: Sequence[Answer]) -> bool:
-    return all(answer.cached_tokens == HIT_TOKENS for answer in answers)
+def hit(answers: Sequence[Answer], work: Work) -> bool:
+    return all(answer.cached_tokens == work.hit_tokens for answer in answers)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,37 @@
 """What to bring to a machine without a package index: `python -m scripts.gpu.pack FOLDER`.
 
-FOLDER/wheels: what the I/O process and the engine need beside the machine's own packages, in the
-versions of this environment, for --python (3.12) on Linux and x86-64.
-FOLDER/vllm.tar.xz: the Python files of this environment's vLLM under the name of the build for
-CUDA, and `compiled.py` in place of its compiled modules.
+FOLDER/site.tar.xz: the packages that the I/O process and the engine need beside the machine's own,
+for --python (3.12) on Linux and x86-64, in the versions of this environment; and the wheel of vLLM
+for CUDA in the version of this environment, with the machine code of one architecture (--arch, 90:
+H100 and H200) in its compiled modules. Those modules use torch's stable interface alone, and run
+beside an older torch than the wheel asks for.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import importlib.metadata
 import importlib.util
 import io
 import lzma
+import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from scripts.gpu.fatbins import of_one_architecture
 
 FOR_THE_IO_PROCESS = ("aiobotocore", "botocore", "aioitertools", "jmespath", "msgspec", "h11")
 FOR_THE_ENGINE = (
-    *("annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "fastapi", "httpx2"),
-    *(
-        "llguidance",
-        "openai",
-        "opentelemetry-api",
-        "oss-harmony",
-        "partial-json-parser",
-        "pybase64",
-    ),
-    *(
-        "pydantic",
-        "pydantic_core",
-        "pyzmq",
-        "sniffio",
-        "starlette",
-        "typing-inspection",
-        "xgrammar",
-    ),
+    *("annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors"),
+    *("fastapi", "httpx2", "llguidance", "loguru", "openai", "opentelemetry-api", "oss-harmony"),
+    *("partial-json-parser", "pybase64", "pydantic", "pydantic_core", "pyzmq", "sniffio"),
+    *("starlette", "typing-inspection", "xgrammar"),
 )
 """What the engine imports on its way to a small Llama, and machines for training rarely have."""
 
@@ -46,14 +39,31 @@ PLATFORMS = tuple(
     f"manylinux{tag}_x86_64"
     for tag in ("_2_34", "_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "_2_12", "2014", "1")
 )
-ENGINE = "vllm.tar.xz"
+ARCHIVE = "site.tar.xz"
+_PACKAGE = "vllm/"
+COMPILED = tuple(
+    f"{_PACKAGE}{name}.abi3.so"
+    for name in (
+        "_C_stable_libtorch",
+        "_moe_C_stable_libtorch",
+        "cumem_allocator",
+        "spinloop",
+        "vllm_flash_attn/_vllm_fa2_C",
+        "vllm_flash_attn/_vllm_fa3_C",
+    )
+)
+"""The modules of the wheel that an engine with a small Llama, or a sleeping one, loads."""
 STUBS = {
-    "vllm/_C_stable_libtorch.py": Path(__file__).with_name("compiled.py"),
-    "vllm/vllm_flash_attn/_vllm_fa2_C.py": None,
+    "_C_stable_libtorch.py": Path(__file__).with_name("compiled.py").read_bytes(),
+    "vllm_flash_attn/_vllm_fa2_C.py": b"",
+    "vllm_flash_attn/_vllm_fa3_C.py": b"",
 }
-"""Compiled modules without which vLLM does not import, and what is archived under their name; None
-for an empty file, where nobody calls the module because Triton computes attention."""
+"""In their place where there is no CUDA."""
+UNUSED = re.compile(r"vllm/vllm-rs|botocore/data/(?!s3/|sts/)[^/]+/")
+"""A server in Rust, and the services of AWS that are neither S3 nor the issue of credentials."""
 LEFT_OUT = (".so", ".pyc", ".jpg", ".css", ".js")
+Member = tuple[str, bytes]
+"""The name of a file below the site, and its content."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,42 +72,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12")
+    parser.add_argument("--arch", type=int, default=90)
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    download(options.folder / "wheels", options.python)
-    write_engine(options.folder / ENGINE)
-    files = [path for path in options.folder.rglob("*") if path.is_file()]
-    print(f"{sum(path.stat().st_size for path in files) / 2**20:.0f} MiB in {len(files)} files")
+    archive = options.folder / ARCHIVE
+    with tempfile.TemporaryDirectory() as work:
+        site, wheels = Path(work) / "site", Path(work) / "wheels"
+        names = (*FOR_THE_IO_PROCESS, *FOR_THE_ENGINE)
+        asked = [f"{name}=={importlib.metadata.version(name)}" for name in names]
+        _pip("install", options.python, "--no-compile", "--target", str(site), *asked)
+        _pip("download", options.python, "--dest", str(wheels), f"vllm=={installed_engine()[1]}")
+        (wheel,) = wheels.iterdir()
+        members = (*_tree(site, ""), *of_the_wheel(wheel, options.arch))
+        write(archive, (member for member in members if not UNUSED.match(member[0])))
+    print(f"{archive}: {archive.stat().st_size / 2**20:.0f} MiB")
 
 
-def download(folder: Path, python: str) -> None:
+def _pip(command: str, python: str, *arguments: str) -> None:
     """Raises CalledProcessError when there is no wheel."""
-    asked = [
-        f"{name}=={importlib.metadata.version(name)}"
-        for name in (*FOR_THE_IO_PROCESS, *FOR_THE_ENGINE)
-    ]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
-    command += [option for name in PLATFORMS for option in ("--platform", name)]
-    subprocess.run([*command, "--dest", str(folder), *asked], check=True)
+    options = [option for name in PLATFORMS for option in ("--platform", name)]
+    options += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    whole = [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", *options, *arguments]
+    subprocess.run(whole, check=True)
 
 
-def write_engine(path: Path, preset: int = 6) -> None:
-    """preset: of xz; how much time the size is worth."""
+def of_the_wheel(wheel: Path, architecture: int) -> Iterator[Member]:
+    """What an engine needs of it."""
+    with zipfile.ZipFile(wheel) as files:
+        for name in files.namelist():
+            if name in COMPILED:
+                yield name, of_one_architecture(files.read(name), architecture)
+            elif not set(Path(name).suffixes) & set(LEFT_OUT) and not name.endswith("/"):
+                yield name, files.read(name)
+
+
+def installed() -> Iterator[Member]:
+    """The same of this environment's vLLM, without its compiled modules."""
     root, version = installed_engine()
     metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n".encode()
-    files = {f"vllm-{version}.dist-info/METADATA": metadata}
-    files |= {name: source.read_bytes() if source else b"" for name, source in STUBS.items()}
-    with (
-        lzma.open(path, "wb", preset=preset) as packed,
-        tarfile.open(fileobj=packed, mode="w|") as archive,
-    ):
-        for file in python_files(root):
-            archive.add(file, f"vllm/{file.relative_to(root)}")
-        for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
+    yield f"vllm-{version}.dist-info/METADATA", metadata
+    yield from _tree(root, _PACKAGE, LEFT_OUT)
 
 
 def installed_engine() -> tuple[Path, str]:
@@ -109,24 +123,38 @@ def installed_engine() -> tuple[Path, str]:
     return Path(spec.origin).parent, importlib.metadata.version(names[0]).partition("+")[0]
 
 
-def python_files(root: Path) -> Iterator[Path]:
+def _tree(root: Path, under: str, left_out: Sequence[str] = ()) -> Iterator[Member]:
     for path in sorted(root.rglob("*")):
-        if path.is_file() and not set(path.suffixes) & set(LEFT_OUT):
-            yield path
+        if path.is_file() and not set(path.suffixes) & set(left_out):
+            yield f"{under}{path.relative_to(root)}", path.read_bytes()
 
 
-def unpack(folder: Path, site: Path, *, timeout_s: float) -> None:
+def write(archive: Path, members: Iterable[Member], preset: int = 6) -> None:
+    """preset: of xz; how much time the size is worth."""
+    with (
+        lzma.open(archive, "wb", preset=preset) as packed,
+        tarfile.open(fileobj=packed, mode="w|") as tar,
+    ):
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def unpack(folder: Path, site: Path, *, compiled: bool) -> None:
     """Everything in `folder` into `site`, which then goes before all else on PYTHONPATH.
 
-    Raises CalledProcessError when a wheel is not for this machine, TimeoutExpired when pip is slow.
+    compiled: with the compiled modules; otherwise with `STUBS`.
     """
-    wheels = sorted((folder / "wheels").glob("*.whl"))
-    if wheels:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        command += ["--no-compile", "--no-cache-dir", "--target", str(site), *map(str, wheels)]
-        subprocess.run(command, check=True, timeout=timeout_s)
-    with tarfile.open(folder / ENGINE) as archive:
+    with tarfile.open(folder / ARCHIVE) as archive:
         archive.extractall(site, filter="data")
+    if compiled:
+        compileall.compile_dir(site, quiet=2, workers=0)  # once, and not in every engine at once
+    else:
+        for name in COMPILED:
+            (site / name).unlink(missing_ok=True)
+        for name, content in STUBS.items():
+            (site / _PACKAGE / name).write_bytes(content)
 
 
 if __name__ == "__main__":

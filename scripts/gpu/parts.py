@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from time import monotonic
 from typing import IO, Any
 
@@ -43,45 +46,60 @@ class Part:
 
 
 def run(
-    name: str, parts: Sequence[Part], out: Path, env: Mapping[str, str], *, rehearse: bool
+    name: str,
+    stages: Sequence[Sequence[Part]],
+    out: Path,
+    env: Mapping[str, str],
+    *,
+    rehearse: bool,
 ) -> bool:
     """Whether all parts have ended well; one that has not keeps no other from its turn.
 
+    Stages come one after another, and the parts of a stage run at once; one by one in a rehearsal.
     Writes `out`/`name`.json after every part, and what the programs say to `out`/`name`.log.
     """
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": name, "rehearsal": rehearse, "parts": {}}
-    with (out / f"{name}.log").open("wb") as log:
-        for part in parts:
+    writing = Lock()
+    with (out / f"{name}.log").open("wb", buffering=0) as log:
+
+        def one(part: Part) -> None:
             begin_s = monotonic()
-            end = _run(part, out, env, log, rehearse=rehearse)
-            seconds = round(monotonic() - begin_s, 1)
-            report["parts"][part.name] = {"end": end, "seconds": seconds}
-            print(f"{part.name}: {end}, {seconds} s", flush=True)
-            (out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+            with tempfile.TemporaryFile(dir=out, buffering=0) as said:
+                end = _run(part, out, env, said, rehearse=rehearse)
+                seconds = round(monotonic() - begin_s, 1)
+                with writing:
+                    said.seek(0)
+                    log.write(f"\n== {part.name}: {end}, {seconds} s\n".encode() + said.read())
+                    report["parts"][part.name] = {"end": end, "seconds": seconds}
+                    print(f"{part.name}: {end}, {seconds} s", flush=True)
+                    (out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+
+        for stage in stages:
+            with ThreadPoolExecutor(1 if rehearse else len(stage)) as pool:
+                list(pool.map(one, stage))
     return all(part["end"] == "ok" for part in report["parts"].values())
 
 
-def _run(part: Part, out: Path, env: Mapping[str, str], log: IO[bytes], *, rehearse: bool) -> str:
+def _run(part: Part, out: Path, env: Mapping[str, str], said: IO[bytes], *, rehearse: bool) -> str:
     program = part.rehearsal if rehearse else part.program
     command = [sys.executable, *(argument.replace("{out}", str(out)) for argument in program)]
-    log.write(f"\n== {part.name}: {' '.join(command)}\n".encode())
-    log.flush()
-    target = (out / part.stdout).open("wb") if part.stdout else log
+    said.write(f"{' '.join(command)}\n".encode())
+    target = (out / part.stdout).open("wb") if part.stdout else said
     process = subprocess.Popen(
         command,
         cwd=ROOT,
         env={**env, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=target,
-        stderr=log,
+        stderr=said,
         start_new_session=True,
     )
     try:
         return _ended(process, _REHEARSAL_S if rehearse else part.timeout_s)
     finally:
         _kill(process)
-        if target is not log:
+        if target is not said:
             target.close()
 
 
