@@ -5,7 +5,8 @@ and every figure is the median over the rounds. `ratio` is the row's MB/s over t
 blocking sockets in threads in the same round, which is what this machine and this server can give;
 `cpu_s_per_gib` is the client process's processor time while bytes moved, and `cpu_us_per_request`
 the same by request. "raw get alone" is one such socket in one thread: threads of Python cost
-processor time when they take turns. Credentials are botocore's.
+processor time when they take turns. The rows "get aiobotocore" and "put aiobotocore" go through
+AWS's SDK instead of our own client. Credentials are botocore's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Literal
 from urllib.parse import urlsplit
 
 import boto3
@@ -41,8 +43,8 @@ AT_ONCE = 8
 HASH = bytes(32)
 KEYS = [f"s3kv-benchmark/{i}" for i in range(AT_ONCE)]
 ROWS = (
-    *("raw get", "raw get alone", "get", "get asyncio", "get checked"),
-    *("raw put", "put", "put asyncio"),
+    *("raw get", "raw get alone", "get", "get asyncio", "get checked", "get aiobotocore"),
+    *("raw put", "put", "put asyncio", "put aiobotocore"),
 )
 
 
@@ -69,7 +71,8 @@ def row(name: str, url: str, bucket: str, requests: int, chunk: ChunkFormat) -> 
 async def ours(
     name: str, url: str, bucket: str, requests: int, buffers: list[memoryview], chunk: ChunkFormat
 ) -> tuple[float, float]:
-    store = open_store(Config(bucket=bucket, endpoint_url=url))
+    client: Literal["aiobotocore", "fast"] = "aiobotocore" if "aiobotocore" in name else "fast"
+    store = open_store(Config(bucket=bucket, endpoint_url=url, client=client))
     left = list(range(requests))
 
     async def work(key: str, buffer: memoryview) -> None:

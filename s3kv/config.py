@@ -34,7 +34,6 @@ REMOVED = {
     "bucket_min_age_s": "nothing younger than a minute is deleted",
     "checksum": "uploads carry no checksum for the server, because many servers refuse it: TLS "
     "protects the transfer, and s3kv verifies every object that it reads",
-    "client": "s3kv's own client serves all buckets, through proxies, too",
     "connect_timeout_ms": f"{_TIMEOUT} (a fifth)",
     "encode_tokens_per_s": "the speed of the encoder is measured",
     "eviction": "host memory is evicted by LRU (docs/decisions/0003-default-eviction-policy.md)",
@@ -145,6 +144,9 @@ class Config:
     """URL of an S3-compatible server; otherwise AWS_ENDPOINT_URL or AWS itself."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """Bucket in the path or in the host name. auto: path when an endpoint is given."""
+    client: Literal["auto", "fast", "aiobotocore"] = "auto"
+    """S3 client: s3kv's own (fast), or AWS's SDK (aiobotocore), which takes two to three times the
+    processor time. auto: fast, unless a proxy or an ARN needs the other."""
     ca_bundle: str | None = None
     """File of certificate authorities to trust instead of the system's."""
     verify_tls: bool = True

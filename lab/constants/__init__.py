@@ -37,7 +37,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "s3kv.planning.ec:ECPlannerSettings.max_item_bytes",
     ),
     "max_saves_inflight": ("s3kv.planning.kv:KVPlannerSettings.max_saves_inflight",),
-    "min_bytes_per_s": ("s3kv.stores.s3.s3_client:MIN_BYTES_PER_S",),
+    "min_bytes_per_s": ("s3kv.stores.s3.fast_client:MIN_BYTES_PER_S",),
     "miss_ttl_s": ("s3kv.planning.index:BucketIndex.miss_ttl_s",),
     "probe_chunks": ("s3kv.planning.kv:KVPlannerSettings.probe_chunks",),
     "range_bytes": ("s3kv.io.sources.bucket:RANGE_BYTES",),

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from s3kv.cli import show
 from s3kv.cli.configure import connectors, offloading_connector
-from s3kv.cli.doctor.bucket import BucketExamination, examine_address, probe_key
+from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
 from s3kv.cli.invocation import FOUND, now_s, on_bucket, parse, with_settings
 from s3kv.cli.serve import (
     connector_option,
@@ -197,7 +197,7 @@ def _examine(config: Config) -> None:
         clock_s=time.perf_counter,
         wall_s=now_s,
     )
-    findings = [examine_address(config), *asyncio.run(examination.run(read_only=False))]
+    findings = [examine_client(config), *asyncio.run(examination.run(read_only=False))]
     faults = [
         f"{one.check}: {one.detail} → {one.remedy}" for one in findings if one.status == "fault"
     ]

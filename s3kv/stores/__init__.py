@@ -1,1 +1,1 @@
-"""Stores: where objects lie. S3."""
+"""Stores: where objects lie. S3 over two clients."""

@@ -34,8 +34,8 @@ _WHERE = ("tests/gpu", "tests/unit/device")
 
 
 def _engine(front: str, model: str, runner: str, timeout_s: float) -> Part:
-    program = ("-m", ENGINE, "--front", front, "--model", model, "--runner", runner)
-    program = (*program, "--out", "{out}")
+    which = ("--front", front, "--model", model, "--runner", runner)
+    program = ("-m", ENGINE, *which, "--out", "{out}")
     name = name_of(front, model, runner)
     return Part(
         name.removeprefix("gpu-").replace("-", " "),

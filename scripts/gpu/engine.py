@@ -144,7 +144,7 @@ def transfer(front: str, work: Work, url: str, files: Path, device: str) -> dict
             "kv_role": "kv_both",
             "kv_connector_extra_config": patient | own,
         }
-    tier = {
+    tier: dict[str, dict[str, Any]] = {
         # By module, because s3kv is not installed as a package where this runs.
         "tier": {"type": "S3Tier", "module_path": "s3kv.connectors.offload_tier"} | patient,
         "files": {"type": "fs", "root_dir": str(files)},

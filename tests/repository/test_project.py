@@ -47,11 +47,11 @@ def imported_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
-        ("import s3kv", {"torch", "vllm", "botocore", "asyncio"}),
+        ("import s3kv", {"torch", "vllm", "aiobotocore", "asyncio"}),
         # The I/O process starts in a fraction of a second, because of this.
-        ("import s3kv.io.__main__", {"torch", "vllm", "numpy", "boto3", "aiohttp"}),
+        ("import s3kv.io.__main__", {"torch", "vllm", "numpy", "aiobotocore", "aiohttp"}),
         # vLLM imports every plugin in every process, also where the connector is not configured.
-        ("import s3kv.connectors.plugin", {"torch", "botocore"}),
+        ("import s3kv.connectors.plugin", {"torch", "aiobotocore"}),
     ],
 )
 def test_imports_stay_light(statement: str, unwanted: set[str]) -> None:

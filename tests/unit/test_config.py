@@ -73,8 +73,8 @@ def parse(**settings: Any) -> Config:
         ("host_bytes", "4 elephants"),
         ("host_bytes", "1KiB"),
         ("host_bytes", None),
-        ("addressing_style", "boto3"),
-        ("addressing_style", None),
+        ("client", "boto3"),
+        ("client", None),
         ("verify_tls", "yes"),
         ("verify_tls", 1),
         ("refresh_after_s", float("nan")),
@@ -212,8 +212,8 @@ def test_other_text_is_no_number_of_bytes(text: str) -> None:
 def test_the_constructor_checks_as_parse_does() -> None:
     with pytest.raises(ConfigError, match="timeout_ms is 0: allowed is a whole number, 1 or more"):
         Config(bucket="kv-cache", request_timeout_ms=0)
-    with pytest.raises(ConfigError, match="addressing_style is 'never': allowed is 'auto' or"):
-        dataclasses.replace(parse(), addressing_style="never")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="client is 'never': allowed is 'auto' or"):
+        dataclasses.replace(parse(), client="never")  # type: ignore[arg-type]
 
 
 def test_every_default_is_allowed() -> None:

@@ -18,7 +18,7 @@ from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.s3.answers import arn_of
-from s3kv.stores.s3.s3_store import VERSIONS_COST, VERSIONS_REMEDY
+from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
 from s3kv.stores.store import ObjectStore
 
 LATENCY_ROUNDS = 8
@@ -39,15 +39,25 @@ _CHECKS = (
 """Checks in the order of their calls."""
 
 
-def examine_address(config: Config) -> Finding:
-    """The finding on the address that requests go to. Sends nothing. Raises `ConfigError` as
-    `find_address` does."""
+def examine_client(config: Config) -> Finding:
+    """The finding on the client that the cache would use. Sends nothing. Raises `ConfigError` if
+    the configured client cannot serve, or a package is missing that the bucket needs."""
     try:
         address = find_address(config)
     except StoreError as error:
-        return Finding("address", "skipped", f"not checked: {error}")
-    through = f", through the proxy {address.proxy.name}" if address.proxy else ""
-    return Finding("address", "ok", f"requests go to {address.url}{through}")
+        return Finding("client", "skipped", f"not checked: {error}")
+    client, why = choose(config, address)
+    told = f"{client}, because {why}; requests go to {address.url}"
+    if client == "fast":
+        return Finding("client", "ok", told)
+    told += f". {COST[0].upper()}{COST[1:]}"
+    if config.client == "aiobotocore":
+        return Finding("client", "ok", told)
+    remedy = (
+        "where the bucket can be reached directly, list its host in NO_PROXY; for an access point, "
+        "give its alias as bucket; otherwise set client to 'aiobotocore'"
+    )
+    return Finding("client", "warning", told, remedy)
 
 
 def probe_key(config: Config, token: str) -> str:

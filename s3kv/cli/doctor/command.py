@@ -13,7 +13,7 @@ from rich.text import Text
 
 from s3kv.cli import show
 from s3kv.cli.doctor import host
-from s3kv.cli.doctor.bucket import BucketExamination, examine_address, probe_key
+from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
 from s3kv.cli.doctor.findings import Finding, Status, is_healthy
 from s3kv.cli.invocation import (
     EPILOG,
@@ -74,7 +74,7 @@ def doctor(
     if bandwidth > MAX_PUT_BYTES:
         told = f"--bandwidth is {show.size(bandwidth)}: allowed is at most "
         raise ConfigError(told + show.size(MAX_PUT_BYTES))
-    address = examine_address(config)
+    client = examine_client(config)
     bucket = BucketExamination(
         open_store(config),
         config,
@@ -83,7 +83,7 @@ def doctor(
         clock_s=time.perf_counter,
         wall_s=now_s,
     )
-    findings = [address, *asyncio.run(bucket.run(read_only=read_only))]
+    findings = [client, *asyncio.run(bucket.run(read_only=read_only))]
     findings += host.examine(config, host.look(os.environ), workers=workers, algorithm=hash_algo)
     healthy = is_healthy(findings)
     if as_json:

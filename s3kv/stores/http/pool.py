@@ -5,8 +5,9 @@ while the others serve. A resolver gives all connections that are opened at once
 the pool spreads them itself, and leaves an address that fails.
 
 A general client copies each body at least once, and a cache moves nothing but bodies. This pool
-speaks to one origin, sends bodies with Content-Length, and knows no redirects and no cookies. All
-of it belongs to one asyncio (or uvloop) loop.
+speaks to one origin, sends bodies with Content-Length, and knows no redirects, no cookies and no
+proxies: behind a proxy `aiobotocore` is used instead (`s3.s3_store`). All of it belongs to one
+asyncio (or uvloop) loop.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import h11
 
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.stores.http.connection import Connection, Lost, Stale
 from s3kv.stores.http.exchange import BadAnswer, Request, Response
-from s3kv.stores.http.proxy import Proxy, ProxyRefusal
 from s3kv.stores.http.watch import Patience, Stalled
 
 if sys.version_info >= (3, 11):
@@ -54,8 +53,7 @@ class Pool:
 
     tls: None for plain HTTP. size: connections at once; further requests wait their turn, in
     order, for as long as their caller lets them. ready: connections that the first requests find
-    open, from the first answer on until nothing has been answered for `READY_S`. proxy: connections
-    go to it instead, those with TLS through a tunnel; plain requests are made for it.
+    open, from the first answer on until nothing has been answered for `READY_S`.
     """
 
     def __init__(
@@ -67,11 +65,9 @@ class Pool:
         size: int,
         patience: Patience,
         ready: int = 0,
-        proxy: Proxy | None = None,
     ) -> None:
         self._host, self._port, self._tls = host, port, tls
-        self._proxy = proxy
-        self._addresses = Addresses(*(proxy.host, proxy.port) if proxy else (host, port))
+        self._addresses = Addresses(host, port)
         self._patience = patience
         self._permits = asyncio.Semaphore(size)
         self._open: set[Connection] = set()
@@ -193,10 +189,10 @@ class Pool:
         try:
             async with timeout(self._patience.connect_ms / 1e3):
                 return await self._connect_in_order(tried)
-        except (OSError, asyncio.TimeoutError, ProxyRefusal) as error:
+        except (OSError, asyncio.TimeoutError) as error:
             if tried:
                 self._addresses.failed(tried[-1])
-            code, why = why_unreachable(error, self._patience.connect_ms, self._proxy)
+            code, why = why_unreachable(error, self._patience.connect_ms)
             raise StoreUnavailable(f"{self.origin}: {why}", code=code) from error
 
     async def _connect_in_order(self, tried: list[str]) -> Connection:
@@ -216,15 +212,11 @@ class Pool:
 
     async def _connect_to(self, address: str) -> Connection:
         self._addresses.taken(address)
-        proxy = self._proxy
-        where: dict[str, Any] = {"host": address, "port": proxy.port if proxy else self._port}
         try:
-            if proxy is not None and self._tls is not None:
-                host = f"[{self._host}]" if ":" in self._host else self._host
-                where = {"sock": await proxy.tunnel(address, f"{host}:{self._port}")}
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: Connection(self._patience, address),
-                **where,
+                address,
+                self._port,
                 ssl=self._tls,
                 server_hostname=self._host.rstrip(".") if self._tls else None,
             )
@@ -241,13 +233,8 @@ class Pool:
         return connection
 
 
-def why_unreachable(
-    error: BaseException, connect_ms: int, proxy: Proxy | None = None
-) -> tuple[str, str]:
+def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
     """The reason for a failed connection: code and message of the error to raise. Pure."""
-    if proxy is not None and not isinstance(error, ssl.SSLError):
-        did = error if isinstance(error, ProxyRefusal) else f"cannot be reached ({error!r})"
-        return "proxy", f"the proxy {proxy.name} {did}: check HTTPS_PROXY and NO_PROXY"
     if isinstance(error, socket.gaierror):
         todo = "check endpoint_url and region"
         return "unresolved", f"the host name cannot be resolved ({error}): {todo}"

@@ -7,8 +7,11 @@ been too little for too long.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ASLEEP_S = 0.1
 """Delay of a timer above which this loop did not run (the machine was stopped, or had no core to
@@ -48,7 +51,7 @@ class Watch:
         self,
         patience: Patience,
         stalled: Callable[[Stalled], None],
-        is_draining: Callable[[int], bool],
+        is_draining: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._patience = patience
@@ -100,3 +103,28 @@ class Watch:
             f"moved fewer than {patience.min_bytes_per_s} bytes a second "
             f"for {patience.progress_ms} ms (request_timeout_ms)"
         )
+
+
+async def watched(patience: Patience, work: Callable[[Watch], Coroutine[Any, Any, T]]) -> T:
+    """Run `work`, a request on somebody else's connection, or raise `Stalled` if it stands still.
+    `work` has ended in every case."""
+    given_up: list[Stalled] = []
+
+    def give_up(error: Stalled) -> None:
+        given_up.append(error)
+        task.cancel()
+
+    watch = Watch(patience, give_up)
+    task = asyncio.get_running_loop().create_task(work(watch))
+    # The connection may have to be opened first.
+    watch.wait(patience.connect_ms + patience.first_byte_ms, for_answer=True)
+    try:
+        await asyncio.wait([task])
+    finally:
+        watch.stop()
+        task.cancel()
+        await asyncio.wait([task])
+        has_failed = task.cancelled() or task.exception() is not None
+    if given_up and has_failed:
+        raise given_up[0]
+    return task.result()

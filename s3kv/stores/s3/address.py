@@ -17,16 +17,12 @@ from urllib.parse import urlsplit
 import botocore.exceptions
 import botocore.session
 from botocore.config import Config as BotocoreConfig
-from botocore.httpsession import ProxyConfiguration
+from botocore.httpsession import ProxyConfiguration, mask_proxy_url
 from botocore.utils import get_environ_proxies
 
 from s3kv.config import Config, masked
 from s3kv.errors import ConfigError, StoreError
-from s3kv.stores.http.proxy import Proxy
 
-SESSION_SCHEME = "v4-s3express"
-_SCHEMES = ("v4", SESSION_SCHEME)
-"""The ways of signing that s3kv knows, in botocore's names."""
 _KEY = "key"
 _AWS_HOST = re.compile(r"\.amazonaws\.[a-z.]+\Z")
 # An ARN, or https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html. Names
@@ -40,17 +36,18 @@ _AWS_BUCKET = re.compile(
 class Address:
     """Destination of requests for one bucket.
 
-    url: of the bucket; a key follows it. region, service: those that requests are signed for.
-    scheme: botocore's name for the way of signing, "v4" or "v4-s3express". proxy: the one that
-    HTTPS_PROXY or HTTP_PROXY names for this URL. ca_bundle: file of certificate authorities from
-    our settings or botocore's.
+    url: of the bucket; a key follows it. region, service: those that requests are signed for; "*"
+    if a signature is valid in all regions. scheme: botocore's name for the way of signing:
+    "v4", "v4-s3express" or "v4a". proxy_url: proxy that HTTPS_PROXY or HTTP_PROXY names for this
+    URL, with its password; empty: none. ca_bundle: file of certificate authorities from our
+    settings or botocore's; None: none named.
     """
 
     url: str
     region: str
     service: str
     scheme: str
-    proxy: Proxy | None
+    proxy_url: str
     ca_bundle: str | None
 
     @property
@@ -61,6 +58,11 @@ class Address:
     @property
     def host(self) -> str:
         return (urlsplit(self.url).hostname or "").rstrip(".")
+
+    @property
+    def proxy(self) -> str:
+        """The proxy's URL without its password, for people to read."""
+        return str(mask_proxy_url(self.proxy_url)) if self.proxy_url else ""
 
 
 def authority_of(url: str) -> str:
@@ -82,15 +84,15 @@ def find_address(config: Config) -> Address:
     """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
 
     Raises `ConfigError` if AWS refuses the bucket's name or headers, if the endpoint holds a user,
-    if requests have to be signed in another way, or if a proxy cannot be used, and `StoreError` if
-    botocore cannot use its settings or has no endpoint for them.
+    or if a package that the bucket needs is missing, and `StoreError` if botocore cannot use its
+    settings or has no endpoint for them.
     """
     if config.put_headers and zone_of(config.bucket) is not None:
         raise ConfigError(
             f"put_headers is {config.put_headers!r}, and {config.bucket!r} is a directory bucket, "
             "with its own configuration: put_headers is not allowed"
         )
-    session, style = botocore.session.Session(), config.addressing_style
+    session = botocore.session.Session()
     try:
         client = session.create_client(
             "s3",
@@ -98,15 +100,14 @@ def find_address(config: Config) -> Address:
             endpoint_url=config.endpoint_url,
             aws_access_key_id="unused",  # else they would be looked for, in files and on networks
             aws_secret_access_key="unused",
-            # "auto" leaves the style to botocore and its files: the host name on AWS if its
-            # certificates allow that, the path elsewhere.
-            config=BotocoreConfig(s3={} if style == "auto" else {"addressing_style": style}),
+            config=BotocoreConfig(s3=addressing(config)),
         )
         url, context = _first_request(client, config.bucket)
-        if context["auth_type"] not in _SCHEMES:
-            raise _unsigned(config)
-    except botocore.exceptions.MissingDependencyException as error:  # for Signature Version 4A
-        raise _unsigned(config) from error
+    except botocore.exceptions.MissingDependencyException as error:
+        raise ConfigError(
+            f"bucket is {config.bucket!r}: its requests are signed with Signature Version 4A, "
+            "which needs a package that is not installed: pip install 'botocore[crt]'"
+        ) from error
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         raise StoreError(f"botocore's settings cannot be used: {masked(str(error))}") from error
     if "@" in urlsplit(url).netloc:  # not from endpoint_url, which has been looked at
@@ -121,22 +122,22 @@ def find_address(config: Config) -> Address:
             "letters, digits, hyphens and single dots, with a letter or digit at both ends; for "
             "another server set endpoint_url"
         )
-    proxy_url = ProxyConfiguration(get_environ_proxies(url)).proxy_url_for(url)
     return Address(
         url=url.removesuffix(_KEY),
         region=signing.get("region") or client.meta.region_name,
         service=signing.get("signing_name") or "s3",
         scheme=context["auth_type"],
-        proxy=Proxy.of(proxy_url) if proxy_url else None,
+        proxy_url=ProxyConfiguration(get_environ_proxies(url)).proxy_url_for(url) or "",
         ca_bundle=config.ca_bundle or session.get_config_variable("ca_bundle"),
     )
 
 
-def _unsigned(config: Config) -> ConfigError:
-    return ConfigError(
-        f"bucket is {config.bucket!r}, whose requests are not signed with Signature Version 4 or "
-        "for a session: allowed is a bucket, or an access point in one region"
-    )
+def addressing(config: Config) -> Any:
+    """botocore's settings for S3 that follow from ours. "auto" leaves the style to botocore and its
+    files: the host name on AWS if its certificates allow that, the path elsewhere."""
+    if config.addressing_style == "auto":
+        return {}
+    return {"addressing_style": config.addressing_style}
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, dict[str, Any]]:

@@ -188,14 +188,19 @@ def _etag(info: ObjectInfo) -> str:
 
 
 def read_deletion(body: bytes, call: Call) -> Sequence[str]:
-    """The keys that DeleteObjects left because their objects had changed. Raises the error for any
-    other failure, and `StoreUnavailable` if the answer cannot be read; any of the objects may have
-    been deleted then."""
+    """The keys that DeleteObjects left, as `left_by_deletion`. Raises `StoreUnavailable` if the
+    answer cannot be read; any of the objects may have been deleted then."""
     try:
         root = _root(body, "DeleteResult")
         errors = {_text(item, "Key"): _members(item) for item in root.iterfind("{*}Error")}
     except _UNREADABLE as error:
         raise StoreUnavailable(f"{call}: the answer cannot be read: {error}") from error
+    return left_by_deletion(errors, call)
+
+
+def left_by_deletion(errors: Mapping[str, Mapping[str, str]], call: Call) -> Sequence[str]:
+    """The keys that a deletion left because their objects had changed. errors: key to the members
+    of its error, of each object not deleted. Raises the error for any other failure."""
     left: list[str] = []
     for key, said in errors.items():
         if said.get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):

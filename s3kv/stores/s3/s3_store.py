@@ -6,6 +6,9 @@ s3:ListBucket, and for `erase` in a bucket with versions s3:DeleteObjectVersion.
 needs a session first (`credentials`), and s3express:CreateSession instead. Objects are written with
 one PUT, so the largest has 5 GiB; a chunk is thousands of times smaller.
 
+Two clients can send the requests: the fast one, and AWS's SDK, which also serves what the fast one
+cannot. They are compared with each other (`test_sdk_client.py`); see decision 14.
+
 This layer does not verify content: chunks carry a digest (`codec`). A PUT carries no
 checksum for the server, because many refuse it.
 """
@@ -14,17 +17,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from operator import attrgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreError, StoreUnranged
+from s3kv.errors import ConfigError, StoreDenied, StoreError, StoreUnranged
 from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
-from s3kv.stores.s3.address import find_address
+from s3kv.stores.s3.address import Address, find_address
 from s3kv.stores.s3.answers import ListingPage, Refusal
-from s3kv.stores.s3.s3_client import S3Client
+from s3kv.stores.s3.fast_client import SCHEMES, FastClient
 from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
 from s3kv.stores.traffic import Traffic
 
@@ -43,6 +45,53 @@ VERSIONS_REMEDY = (
     "(NoncurrentDays 1)"
 )
 _GONE = attrgetter("no_such_key")
+COST = "its requests take two to three times the processor time of the fast client's"
+
+
+class S3Client(Protocol):
+    """Sender of S3's requests for one bucket. Belongs to one asyncio loop; opens itself at first
+    use.
+
+    Each method makes one attempt, on a new connection if an idle one proves to be closed. If the
+    store refuses our credentials and there are new ones (a file was rewritten), the request is sent
+    once more with those. Methods raise `Refusal` for an answer that is an error, and a `StoreError`
+    if there is no answer, or none that can be read.
+    """
+
+    traffic: Traffic
+
+    async def get(
+        self, key: str, place: Place, claim: Claim | None, first: int | None = None
+    ) -> ObjectInfo:
+        """Read as `ObjectStore.get_into` does; with `first` as `ObjectStore.get_range`."""
+        ...
+
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
+        """Write an object; if_absent: with `If-None-Match`."""
+        ...
+
+    async def copy(self, key: str, modified_s: float) -> bool:
+        """Rewrite an object as `ObjectStore.refresh` does. Returns True."""
+        ...
+
+    async def head(self, key: str) -> ObjectInfo: ...
+
+    async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
+        """Delete an object; version: that version of it, for good. Returns the version of the
+        delete marker that a versioned bucket puts in its place; else an empty text or `version`."""
+        ...
+
+    async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        """Delete objects, each only if its ETag is unchanged. Returns the keys of those left."""
+        ...
+
+    async def list_page(
+        self, prefix: str, keys: int, *, token: str = "", after: str = "", delimiter: str = ""
+    ) -> ListingPage: ...
+
+    async def close(self) -> None:
+        """End all connections. Requests on those in use raise. Idempotent."""
+        ...
 
 
 class S3Store:
@@ -215,14 +264,47 @@ async def _answer(
 
 
 def open_store(config: Config, *, keeps_ready: bool = False) -> ObjectStore:
-    """The bucket of the settings. Sends nothing yet. Raises `ConfigError` as `find_address` does.
+    """The bucket, through the client that `config.client` and the environment ask for.
 
-    keeps_ready: of TLS connections as many are kept open as fetches may run at once: for a process
-    whose requests come in bursts.
+    keeps_ready: of TLS connections as many are kept open as fetches may run at once, as far as our
+    own client serves: for a process whose requests come in bursts.
+
+    Sends nothing yet. Logs a warning if the client is aiobotocore's. Raises `ConfigError` if
+    `client` is "fast" and that cannot serve, and if a package that the bucket needs is missing.
     """
-    ready = config.max_inflight_requests if keeps_ready else 0
-    address = None
-    # The store raises it again at first use, like every other trouble.
-    with suppress(StoreError):
+    try:
         address = find_address(config)
-    return S3Store(config, S3Client(config, address, ready=ready))
+    except StoreError:
+        # The store raises it again at first use, like every other trouble.
+        return S3Store(config, FastClient(config))
+    client, why = choose(config, address)
+    if client == "fast":
+        ready = config.max_inflight_requests if keeps_ready else 0
+        return S3Store(config, FastClient(config, address, ready=ready))
+    from s3kv.stores.s3.sdk_client import SdkClient  # slow to import, and rarely needed
+
+    _log.warning("aiobotocore's client is used, because %s: %s", why, COST)
+    return S3Store(config, SdkClient(config, address))
+
+
+def choose(config: Config, address: Address) -> tuple[str, str]:
+    """Choose the client for the bucket at that address: "fast" or "aiobotocore", and the reason, a
+    clause about the settings or the environment. Pure. Raises `ConfigError` if `client` is "fast"
+    and that cannot serve."""
+    hindered = ""
+    if config.bucket.startswith("arn:"):
+        hindered = "bucket is an ARN"
+    elif address.proxy_url:
+        hindered = f"the environment names the proxy {address.proxy} for {address.origin}"
+    elif address.scheme not in SCHEMES:
+        hindered = f"requests there are signed with {address.scheme!r}"
+    if config.client == "aiobotocore":
+        return "aiobotocore", "client is 'aiobotocore'"
+    if not hindered:
+        return "fast", "no setting needs another"
+    if config.client == "fast":
+        raise ConfigError(
+            f"client is 'fast', and {hindered}, which it cannot serve: allowed there is 'auto' or "
+            "'aiobotocore'"
+        )
+    return "aiobotocore", hindered

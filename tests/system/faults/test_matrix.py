@@ -53,8 +53,11 @@ def proxies(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
 class Scene:
     """One fault, what stands in its way, and the life it strikes."""
 
-    def __init__(self, case: Case, server: S3Server, proxies: dict[str, Any], names: Path) -> None:
+    def __init__(
+        self, case: Case, client: str, server: S3Server, proxies: dict[str, Any], names: Path
+    ) -> None:
         self.case = case
+        self._client = client
         self.proxy: Proxy = proxies[case.scheme]
         self._s3 = server.client()
         self._names = names
@@ -76,7 +79,7 @@ class Scene:
         url = self.proxy.url
         if self.case.nameless:
             url = url.replace("127.0.0.1", NAME)
-        settings = {"ca_bundle": self._ca_bundle, "drain_timeout_s": 0.5}
+        settings = {"client": self._client, "ca_bundle": self._ca_bundle, "drain_timeout_s": 0.5}
         self._life = Life(url, BUCKET, module, **settings)
         return self._life
 
@@ -146,7 +149,15 @@ class Scene:
                 assert (body == rig.sealed(number)) == (refused is None)
 
 
-@pytest.fixture(scope="module", params=CASES)
+BY_SDK = ("reset-mid-body", "truncated", "flipped-payload", "slow-down", "black-hole", "trickle")
+"""Cases that strike AWS's SDK, too: one of each kind."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(case, "fast") for case in CASES] + [(case, "aiobotocore") for case in BY_SDK],
+    ids=lambda case: "-".join(case),
+)
 def scene(
     request: pytest.FixtureRequest,
     server: S3Server,
@@ -157,7 +168,8 @@ def scene(
     with pytest.MonkeyPatch.context() as patch, changed(**CONSTANTS):
         set_credentials(patch, {k: v for k, v in server.env.items() if "KEY" in k})
         patch.setenv(VARIABLE, str(names))
-        it = Scene(CASES[request.param], server, proxies, names)
+        case, client = request.param
+        it = Scene(CASES[case], client, server, proxies, names)
         yield it
         it.lift()
         it.end()

@@ -235,8 +235,8 @@ def test_every_trouble_at_start_has_its_error() -> None:
 
 def test_the_process_loads_neither_torch_nor_numpy_nor_vllm() -> None:
     code = (
-        "import sys, s3kv.io.__main__, s3kv.io.client, s3kv.stores.s3.s3_client\n"
-        "heavy = {'torch', 'vllm', 'numpy', 'boto3', 'aiohttp', 'pandas'} & set(sys.modules)\n"
+        "import sys, s3kv.io.__main__, s3kv.io.client, s3kv.stores.s3.fast_client\n"
+        "heavy = {'torch', 'vllm', 'numpy', 'boto3', 'aiobotocore', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -15,8 +15,9 @@ from s3kv.config import Config
 from s3kv.place import Place
 from s3kv.stores.s3 import s3_store
 from s3kv.stores.s3.address import find_address
-from s3kv.stores.s3.s3_client import S3Client
+from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
+from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.unit.stores.suite import ObjectStoreSuite, pattern
@@ -24,18 +25,23 @@ from tests.unit.stores.suite import ObjectStoreSuite, pattern
 REAL = servers.real_server()
 
 
+@pytest.fixture(params=[FastClient, SdkClient])
+def client(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 class S3Suite(ObjectStoreSuite):
-    """`place` is (endpoint URL, bucket, credentials)."""
+    """With both clients. `place` is (endpoint URL, bucket, credentials)."""
 
     @pytest_asyncio.fixture
     async def store(
-        self, place: tuple[str, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+        self, client: Any, place: tuple[str, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
     ) -> AsyncIterator[ObjectStore]:
         url, bucket, keys = place
         servers.set_credentials(monkeypatch, keys)
         monkeypatch.setattr(s3_store, "PAGE_KEYS", 10)
         config = Config(bucket=bucket, endpoint_url=url)
-        store = S3Store(config, S3Client(config, find_address(config)))
+        store = S3Store(config, client(config, find_address(config)))
         yield store
         await store.close()
 

@@ -196,17 +196,24 @@ async def test_a_directory_bucket_needs_a_session() -> None:
     assert "allow s3express:CreateSession on arn:aws:s3express:" in found["list"].remedy
 
 
-def test_the_address_and_the_proxy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = findings(run("doctor", "--read-only", *SMALL))["address"]
-    assert plain["status"] == "ok"
-    assert plain["detail"].startswith("requests go to")
+def test_the_client_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = findings(run("doctor", "--read-only", *SMALL))["client"]
+    assert fast["status"] == "ok"
+    assert fast["detail"].startswith("fast, because no setting needs another; requests go to")
+    wanted = findings(run("doctor", "--read-only", *SMALL, "--set", "client=aiobotocore"))["client"]
+    assert wanted["status"] == "ok"
+    assert "because client is 'aiobotocore'" in wanted["detail"]
     with monkeypatch.context() as proxied_host:
         proxied_host.setenv("HTTP_PROXY", "http://u:secret@127.0.0.1:1")
         for name in ("NO_PROXY", "no_proxy"):
             proxied_host.delenv(name, raising=False)
         result = run("doctor", "--read-only", *SMALL)
+        refused = run("doctor", "--read-only", *SMALL, "--set", "client=fast")
     proxied = findings(result)
-    assert proxied["address"]["status"] == "ok"
-    assert proxied["address"]["detail"].endswith("through the proxy http://***:***@127.0.0.1:1")
+    assert proxied["client"]["status"] == "warning"
+    assert "because the environment names the proxy" in proxied["client"]["detail"]
+    assert "NO_PROXY" in proxied["client"]["remedy"]
     assert "HTTPS_PROXY" in proxied["list"]["remedy"]
     assert "secret" not in result.output
+    assert refused.exit_code == 2
+    assert "client is 'fast', and the environment names the proxy" in refused.stderr

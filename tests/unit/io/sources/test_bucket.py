@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -91,21 +91,26 @@ ITEM = ItemFormat("0" * 32, "BF16", ItemShape(9, object_bytes("BF16", 9, 40_000)
 LARGE = ChunkFormat("0" * 32, (TensorSpec("g0", "U8", (SEGMENT_BYTES + 5,)),), 0, "whole")
 
 
+@pytest.mark.parametrize("client", ["fast", "aiobotocore"])
 @pytest.mark.parametrize("form", [rig.FORMAT, LARGE, ITEM], ids=["chunk", "segments", "item"])
 @pytest.mark.parametrize("range_bytes", [0, 2**20])
 async def test_header_and_payload_in_memory_of_their_own(
-    form: ChunkFormat | ItemFormat, range_bytes: int, moto_url: str, monkeypatch: pytest.MonkeyPatch
+    client: Any,
+    form: ChunkFormat | ItemFormat,
+    range_bytes: int,
+    moto_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From two buffers into two others, as one object between them, and whole or in ranges."""
     servers.set_credentials(monkeypatch)
     monkeypatch.setattr(source, "RANGE_BYTES", range_bytes)
-    config = Config(bucket=servers.BUCKET, endpoint_url=moto_url)
+    config = Config(bucket=servers.BUCKET, endpoint_url=moto_url, client=client)
     store, rng = open_store(config), random.Random(1)
     refresher = Refresher(store, RefreshRule(math.inf, rng), lambda: False)
     bucket = source.BucketSource(
         store, config, refresher, lambda count: nullcontext((max(0, count), lambda: None)), rng
     )
-    key = f"apart/{range_bytes}-{form.object_bytes}"
+    key = f"apart/{client}-{range_bytes}-{form.object_bytes}"
     written, read = apart(form), apart(form)
     written.payload[:] = rng.randbytes(len(written.payload))
     job = TransferJob(1, JobKind.UPLOAD, key, b"hash", form, written)

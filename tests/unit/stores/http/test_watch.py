@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from s3kv.stores.http.watch import Patience, Watch
+from s3kv.stores.http.watch import Patience, Stalled, Watch, watched
 from tests.system.sim.loop import VirtualLoop
 
 PATIENCE = Patience(connect_ms=1_000, first_byte_ms=2_000, progress_ms=4_000, min_bytes_per_s=100)
@@ -79,10 +79,31 @@ def test_a_loop_that_did_not_run_gives_the_peer_as_much_time_again() -> None:
     given_up: list[float] = []
 
     async def run() -> None:
-        noted = Watch(PATIENCE, lambda _: given_up.append(loop.time()), lambda _: False)
-        noted.wait(1_000)
+        Watch(PATIENCE, lambda _: given_up.append(loop.time())).wait(1_000)
         loop._now_s += 1.5  # nobody had a core for so long
 
     loop.create_task(run())
     loop.run_until(10.0)
     assert given_up == [pytest.approx(2.0)]
+
+
+def test_work_that_stands_still_is_cancelled_and_has_ended() -> None:
+    loop = VirtualLoop()
+    ended: list[float] = []
+
+    async def stuck(watch: Watch) -> int:
+        try:
+            await asyncio.sleep(50.0)
+        finally:
+            ended.append(loop.time())
+        return 1
+
+    async def quick(watch: Watch) -> int:
+        await asyncio.sleep(1.0)
+        return 2
+
+    late, early = (loop.create_task(watched(PATIENCE, work)) for work in (stuck, quick))
+    loop.run_until(100.0)
+    assert early.result() == 2
+    assert isinstance(late.exception(), Stalled)
+    assert ended == [3.0]  # connecting and answering together

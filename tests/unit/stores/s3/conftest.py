@@ -1,4 +1,4 @@
-"""Credentials without the machine's own settings, and stores."""
+"""Credentials without the machine's own settings, and stores through each client."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ async def opened(url: str | None = None, **settings: Any) -> AsyncIterator[Objec
         await store.close()
 
 
-@pytest.fixture
-def s3_store() -> OpenStore:
-    return opened
+@pytest.fixture(params=["fast", "aiobotocore"])
+def s3_store(request: pytest.FixtureRequest) -> OpenStore:
+    """`opened`, with one of the clients."""
+    return lambda url=None, **settings: opened(url, client=request.param, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,25 @@
-"""Where requests go, compared with the request that botocore's own client would send."""
+"""Where requests go, compared with the request that aiobotocore's own client would send."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import re
+import subprocess
+import sys
 from typing import Any
 
 import botocore.exceptions
 import pytest
-from botocore.awsrequest import AWSResponse
-from botocore.config import Config as BotocoreConfig
-from botocore.session import Session
+from aiobotocore.awsrequest import AioAWSResponse
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreError
 from s3kv.stores.s3.address import find_address
-from s3kv.stores.s3.s3_client import make_endpoint
+from s3kv.stores.s3.fast_client import make_endpoint
+from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
 
 ACCOUNT = "123456789012"
@@ -30,32 +32,44 @@ ENDPOINTS = (
 )
 
 
+class Nothing:
+    """The body of an answer that has none."""
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def read(self) -> bytes:
+        return b""
+
+
 def intercept(client: Any) -> list[Any]:
     """Have the client's requests answered before they are sent. Returns a list for them."""
     requests: list[Any] = []
 
-    def answer(request: Any, **_: Any) -> AWSResponse:
+    async def answer(request: Any, **_: Any) -> AioAWSResponse:
         requests.append(request)
-        return AWSResponse(request.url, 200, {"content-length": "0"}, io.BytesIO())
+        return AioAWSResponse(request.url, 200, {"content-length": "0"}, Nothing())
 
     client.meta.events.register("before-send.s3", answer)
     return requests
 
 
-async def sent_by_botocore(config: Config) -> tuple[str, str, str]:
+async def sent_by_aiobotocore(config: Config) -> tuple[str, str, str]:
     """URL, region and service of its GET of the key "a b"."""
     style = config.addressing_style
-    client = Session().create_client(
+    async with AioSession().create_client(
         "s3",
         region_name=config.region,
         endpoint_url=config.endpoint_url,
-        config=BotocoreConfig(s3={} if style == "auto" else {"addressing_style": style}),
-    )
-    requests = intercept(client)
-    client.get_object(Bucket=config.bucket, Key="a b")
+        config=AioConfig(s3={} if style == "auto" else {"addressing_style": style}),
+    ) as client:
+        requests = intercept(client)
+        await client.get_object(Bucket=config.bucket, Key="a b")
     (request,) = requests
     authorization = in_text(request.headers["Authorization"])
     (scope,) = re.findall(r"Credential=\w+/\d+/(\S+)/aws4_request", authorization)
+    if authorization.startswith("AWS4-ECDSA-P256-SHA256"):  # Signature Version 4A
+        return request.url, in_text(request.headers["X-Amz-Region-Set"]), scope
     region, service = scope.split("/")
     return request.url, region, service
 
@@ -119,7 +133,7 @@ def test_requests_go_where_botocores_go(
     monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", dual_stack)
     config = Config(bucket=bucket, region=region, endpoint_url=endpoint_url, addressing_style=style)
     ours = outcome(sent_by_us, config)
-    assert ours == outcome(sent_by_botocore, config)
+    assert ours == outcome(sent_by_aiobotocore, config)
     # China has no endpoints by that standard; where an endpoint is given it counts for nothing.
     assert (ours == ("refused",)) == (region == "cn-north-1" and fips == "true")
 
@@ -179,7 +193,7 @@ def test_the_environment_counts(
     for name, value in environment.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     config = Config(bucket="bkt", **settings)
-    assert outcome(sent_by_us, config) == outcome(sent_by_botocore, config)
+    assert outcome(sent_by_us, config) == outcome(sent_by_aiobotocore, config)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +205,7 @@ def test_the_profile_counts(section: str, tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     config = Config(bucket="bkt", region="eu-west-1")
     ours = outcome(sent_by_us, config)
-    assert ours == outcome(sent_by_botocore, config)
+    assert ours == outcome(sent_by_aiobotocore, config)
     assert ours != ("https://bkt.s3.eu-west-1.amazonaws.com/a%20b", "eu-west-1", "s3")
 
 
@@ -217,14 +231,27 @@ def test_access_points(bucket: str, region: str, expected: str) -> None:
     address = find_address(config)
     assert address.url == expected
     assert (address.url + "a%20b", address.region, address.service) == (
-        outcome(sent_by_botocore, config)
+        outcome(sent_by_aiobotocore, config)
     )
 
 
-def test_a_multi_region_access_point_is_refused() -> None:
+def test_a_multi_region_access_point() -> None:
+    """Without awscrt the error says what to install."""
     config = Config(bucket=MULTI_REGION, region="eu-west-1")
-    with pytest.raises(ConfigError, match=r"mfzwi.*allowed is a bucket, or an access point in one"):
-        find_address(config)
+    if not has_awscrt():
+        with pytest.raises(ConfigError, match=r"Version 4A.*pip install 'botocore\[crt\]'"):
+            find_address(config)
+        return
+    address = find_address(config)
+    sent = outcome(sent_by_aiobotocore, config)
+    assert sent == (address.url + "a%20b", address.region, address.service)
+    assert address.url == "https://mfzwi23gnjvgw.mrap.accesspoint.s3-global.amazonaws.com/"
+    assert (address.scheme, address.region, address.service) == ("v4a", "*", "s3")
+
+
+def has_awscrt() -> bool:
+    script = "import awscrt"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
 def test_no_credentials_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +311,7 @@ def test_the_proxy_is_the_environments(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = find_address(Config(bucket="bkt", endpoint_url=endpoint_url)).proxy
-    assert (found.name if found else "") == proxy
+    assert find_address(Config(bucket="bkt", endpoint_url=endpoint_url)).proxy == proxy
 
 
 FORMS = [
@@ -308,15 +334,29 @@ FORMS = [
 async def test_the_host_is_signed_as_front_ends_write_it(
     endpoint_url: str, host: str, style: str
 ) -> None:
+    """Of what both clients send, by the first request of each: `Host`, and that it is signed."""
     config = Config(bucket="bkt", endpoint_url=endpoint_url, addressing_style=style)
     address = find_address(config)
     endpoint, _ = make_endpoint(config, address)
     ours = endpoint.sign(await endpoint.credentials.frozen(), "GET", "k")
+    sent = await first_of_the_sdks(config)
     if style == "virtual" and host.startswith("store"):
         host = f"bkt.{host}"
-    assert ours.headers["Host"] == host
-    assert "SignedHeaders=host;" in ours.headers["Authorization"]
+    assert [ours.headers["Host"], in_text(sent.headers["Host"])] == [host, host]
+    for headers in (ours.headers, sent.headers):
+        assert "SignedHeaders=host;" in in_text(headers["Authorization"])
     assert address.origin == endpoint.url == f"{endpoint_url.partition(':')[0]}://{host}"
+
+
+async def first_of_the_sdks(config: Config) -> Any:
+    """The first request of our SDK client."""
+    client = SdkClient(config, find_address(config))
+    requests = intercept(await client._open())
+    try:
+        await client.head("k")
+    finally:
+        await client.close()
+    return requests[0]
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])

@@ -1,4 +1,4 @@
-"""Buckets whose policy demands headers of every upload.
+"""Buckets whose policy demands headers of every upload, with both clients.
 
 Ceph evaluates such a policy itself. Before moto, which does not, the proxy refuses what the policy
 would; moto tells what each object was written with.

@@ -1,9 +1,11 @@
-"""Stores behind proxies, by the ARN of an access point, and with connections kept ready."""
+"""Which client serves: what a proxy or an ARN needs, said in the log, and refused if wrong."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +19,10 @@ from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.place import Place
 from s3kv.stores.http.pool import Pool
-from s3kv.stores.s3 import s3_client
-from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.s3 import fast_client
+from s3kv.stores.s3.fast_client import FastClient
+from s3kv.stores.s3.s3_store import S3Store, open_store
+from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
 from tests.unit.io import rig
 from tests.unit.stores.relay import relay
@@ -33,13 +37,66 @@ def url() -> Iterator[str]:
         yield found
 
 
-def test_a_proxy_that_cannot_be_used_is_named_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTPS_PROXY", "https://u:secret@proxy.example:3128")
+PROXY = {"HTTPS_PROXY": "http://u:secret@proxy.example:3128"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "kind", "said"),
+    [
+        ({}, {}, FastClient, ""),
+        ({"client": "fast"}, {}, FastClient, ""),
+        ({"client": "fast"}, {**PROXY, "NO_PROXY": "amazonaws.com"}, FastClient, ""),
+        ({"client": "aiobotocore"}, {}, SdkClient, "client is 'aiobotocore'"),
+        ({}, PROXY, SdkClient, "the proxy http://***:***@proxy.example:3128"),
+        ({"bucket": POINT, "region": "eu-west-1"}, {}, SdkClient, "bucket is an ARN"),
+    ],
+)
+async def test_the_client_that_serves(
+    settings: dict[str, str],
+    environment: dict[str, str],
+    kind: type,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, "s3kv"):
+        store = open_store(Config(**{"bucket": "bkt", **settings}))
+    assert isinstance(store, S3Store)
+    assert type(store.client) is kind
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (1 if said else 0)
+    assert all(said in line and "processor time" in line for line in lines)
+    assert "secret" not in caplog.text
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "why"),
+    [
+        ({}, PROXY, "the environment names the proxy http://***:***@proxy.example:3128"),
+        ({"bucket": POINT, "region": "eu-west-1"}, {}, "bucket is an ARN"),
+    ],
+)
+def test_the_fast_client_is_refused_where_it_cannot_serve(
+    settings: dict[str, str], environment: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    message = rf"client is 'fast', and {re.escape(why)}.*allowed there is 'auto' or 'aiobotocore'"
+    with pytest.raises(ConfigError, match=message):
+        open_store(Config(**{"bucket": "bkt", "client": "fast", **settings}))
+
+
+def test_an_io_process_says_so_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PROXY.items():
+        monkeypatch.setenv(name, value)
     with contextlib.closing(Slab.create(2**20)) as slab:
-        client = IoClient(rig.handshake(Config(bucket="bkt")), slab)
+        client = IoClient(rig.handshake(Config(bucket="bkt", client="fast")), slab)
         client.start()
         try:
-            with pytest.raises(ConfigError, match=r"//\*\*\*:\*\*\*@proxy.*allowed is http://"):
+            with pytest.raises(ConfigError, match="client is 'fast', and the environment names"):
                 client.wait_ready(50.0)
         finally:
             client.close()
@@ -64,7 +121,7 @@ async def test_plain_requests_go_through_the_proxy(
         asked = [line.split("?")[0] for line in proxy.asked]
         object_url = f"{url}/{servers.BUCKET}/relayed"
         assert asked == [
-            f"GET {url}/{servers.BUCKET}/",
+            f"GET {url}/{servers.BUCKET}",
             f"PUT {object_url}/k",
             f"GET {object_url}/k",
             f"HEAD {object_url}/none",
@@ -91,7 +148,7 @@ async def test_tls_goes_through_a_tunnel(
                 await fetch(store, "k")
         assert caught.value.code == "untrusted"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        async with opened(at.url, **authority) as store:
+        async with opened(at.url, client="fast", **authority) as store:
             assert await fetch(store, "k") == b"chunk"
         assert len(proxy.asked) == 2
 
@@ -140,7 +197,7 @@ async def test_connections_are_kept_ready_with_tls_alone(
             super().__init__(*args, ready=ready, **more)
             asked.append(ready)
 
-    monkeypatch.setattr(s3_client, "Pool", Noting)
+    monkeypatch.setattr(fast_client, "Pool", Noting)
     config = Config(bucket="bkt", endpoint_url=f"{scheme}://127.0.0.1:1")
     store = open_store(config, keeps_ready=keeps_ready)
     with pytest.raises(StoreUnavailable):

@@ -1,6 +1,6 @@
 """Buckets that keep versions: what is erased there, and the warning that deleting frees nothing.
 
-On moto, SeaweedFS and Ceph.
+On moto, SeaweedFS and Ceph, with both clients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The client: botocore's signer signs a request, and our own connections send it.
+"""The fast client: botocore's signer signs a request, and our own connections send it.
 
 botocore decides the address by its rules (`address`), once, and finds credentials by its chain. It
 does not send the requests, which would take two to three times the processor time (decision 14).
-The environment's proxies are used as botocore would use them.
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ from s3kv.config import Config
 from s3kv.place import Place
 from s3kv.stores.http.exchange import EMPTY, OBJECT, Request, Response
 from s3kv.stores.http.pool import Pool
-from s3kv.stores.http.proxy import Proxy
 from s3kv.stores.http.watch import Patience
-from s3kv.stores.s3.address import SESSION_SCHEME, Address, authority_of, find_address
+from s3kv.stores.s3.address import Address, authority_of, find_address
 from s3kv.stores.s3.answers import (
     VERBS,
     Call,
     ListingPage,
     Refusal,
-    arn_of,
     deletion,
     info_of,
     range_of,
@@ -51,6 +48,9 @@ MIN_BYTES_PER_S = 16 * 2**10
 """Lowest rate of a body; a slower one for `request_timeout_ms` is given up."""
 CONTENT_TYPE = "application/octet-stream"
 _WRITTEN = (200, 201, 204)
+SESSION_SCHEME = "v4-s3express"
+SCHEMES = ("v4", SESSION_SCHEME)
+"""The ways in which the fast client can sign, in botocore's names."""
 
 
 class _Signer(S3SigV4Auth):
@@ -74,8 +74,7 @@ class Endpoint:
     """A bucket's address and credentials; signs requests for it.
 
     host: name or address to connect to. authority: the header `Host`. path: prefix of a key in the
-    request target; ends with a slash. region, service: those that requests are signed for. proxy:
-    between this host and the bucket; None: none.
+    request target; ends with a slash. region, service: those that requests are signed for.
     """
 
     tls: bool
@@ -87,7 +86,6 @@ class Endpoint:
     service: str
     signer: type[_Signer]
     credentials: Credentials
-    proxy: Proxy | None
 
     @property
     def url(self) -> str:
@@ -113,17 +111,15 @@ class Endpoint:
             method, self.url + target, headers={"Host": self.authority, **(headers or {})}
         )
         self.signer(frozen, self.service, self.region).add_auth(unsigned)
-        sent = {**unsigned.headers, "User-Agent": _AGENT}
-        if self.proxy is not None and not self.tls:
-            return Request(method, self.url + target, {**sent, **self.proxy.headers})
-        return Request(method, target, sent)
+        return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT})
 
 
 _AGENT = f"s3kv/{s3kv.__version__}"
 
 
 def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLContext | None]:
-    """The endpoint at this address, and its TLS context (None: plain HTTP). Sends nothing."""
+    """The fast client's endpoint for this address, and its TLS context (None: plain HTTP). Sends
+    nothing."""
     parts = urlsplit(address.url)
     tls = parts.scheme == "https"
     sessions = address.scheme == SESSION_SCHEME
@@ -137,7 +133,6 @@ def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLCo
         service=address.service,
         signer=_SessionSigner if sessions else _Signer,
         credentials=session_credentials(config) if sessions else users_credentials(),
-        proxy=address.proxy,
     )
     return endpoint, _tls_context(config.verify_tls, address.ca_bundle) if tls else None
 
@@ -163,17 +158,12 @@ def patience_of(config: Config) -> Patience:
     )
 
 
-class S3Client:
-    """Sender of S3's requests for one bucket. Belongs to one asyncio loop; opens itself at first
-    use.
+class FastClient:
+    """The fast `S3Client`; its requests cost a fraction of botocore's.
 
-    Each method makes one attempt, on a new connection if an idle one proves to be closed. If the
-    store refuses our credentials and there are new ones (a file was rewritten), the request is sent
-    once more with those. Methods raise `Refusal` for an answer that is an error, and a `StoreError`
-    if there is no answer, or none that can be read.
-
-    address: the bucket's, if it is known already. ready: connections that the pool keeps ready if
-    it speaks TLS. Others are opened in a round trip.
+    address: the bucket's, if it is known already; signed with one of `SCHEMES`, and behind no
+    proxy. ready: connections that the pool keeps ready if it speaks TLS. Others are opened in a
+    round trip.
     """
 
     def __init__(self, config: Config, address: Address | None = None, *, ready: int = 0) -> None:
@@ -187,7 +177,6 @@ class S3Client:
     async def get(
         self, key: str, place: Place, claim: Claim | None, first: int | None = None
     ) -> ObjectInfo:
-        """Read as `ObjectStore.get_into` does; with `first` as `ObjectStore.get_range`."""
         wanted = {} if first is None else {"Range": range_of(first, place.nbytes)}
         response, call = await self._send(
             "s3:GetObject", "GET", key, headers=wanted, into=place, claim=claim
@@ -198,18 +187,14 @@ class S3Client:
         return info_of(key, nbytes, told)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
-        """Write an object; if_absent: with `If-None-Match`."""
         headers = {"Content-Type": CONTENT_TYPE}
         if if_absent:
             headers["If-None-Match"] = "*"
         await self._send("s3:PutObject", "PUT", key, headers=headers, body=place)
 
     async def copy(self, key: str, modified_s: float) -> bool:
-        """Rewrite an object as `ObjectStore.refresh` does. Returns True."""
-        bucket = self._config.bucket
-        source = arn_of(bucket, key) if bucket.startswith("arn:") else f"/{bucket}/{key}"
         headers = {
-            "x-amz-copy-source": quote(source, safe="/-_.~"),
+            "x-amz-copy-source": quote(f"/{self._config.bucket}/{key}", safe="/-_.~"),
             # A copy onto itself has to change something. These are the headers of every object.
             "x-amz-metadata-directive": "REPLACE",
             "Content-Type": CONTENT_TYPE,
@@ -225,8 +210,6 @@ class S3Client:
         return info_of(key, int(response.headers.get("content-length", 0)), response.headers)
 
     async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
-        """Delete an object; version: that version of it, for good. Returns the version of the
-        delete marker that a versioned bucket puts in its place; else an empty text or `version`."""
         headers = {"If-Match": if_etag} if if_etag else {}
         query = {"versionId": version} if version else None
         response, _ = await self._send(
@@ -235,7 +218,6 @@ class S3Client:
         return response.headers.get("x-amz-version-id", "")
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
-        """Delete objects, each only if its ETag is unchanged. Returns the keys of those left."""
         body = deletion(objects)
         # The one digest of a body that every server knows, and that AWS demands here.
         md5 = hashlib.md5(body, usedforsecurity=False).digest()
@@ -260,7 +242,6 @@ class S3Client:
         return read_page(response.body, call)
 
     async def close(self) -> None:
-        """End all connections. Requests on those in use raise. Idempotent."""
         async with self._opening:
             if self._opened is not None:
                 await self._opened[1].close()
@@ -321,7 +302,6 @@ class S3Client:
                     size=self._config.pool_size,
                     patience=patience_of(self._config),
                     ready=self._ready if tls else 0,
-                    proxy=endpoint.proxy,
                 )
                 self._opened = (endpoint, pool)
                 self.traffic.host, self.traffic.region = address.host, endpoint.region
