@@ -8,9 +8,8 @@ at most 8 MiB, and the header lists one digest for each.
 All of the header but the block hash and the digests follows from the format. A reader therefore
 knows every byte of the requested object except the payload and its digests. It computes the
 digests of the segments it got, and compares the header with the one it would have written. One
-comparison refuses a flipped byte anywhere, another chunk's object and another model's. As every
-segment has its own digest, a reader of some segments verifies those alone. `integrity` says against
-whom the digests guard.
+comparison refuses a flipped byte anywhere, another chunk's object and another model's. `integrity`
+says against whom the digests guard.
 
 Everything here is synchronous, allocates at most a few headers, and runs in any process and thread.
 The digests release the GIL while they read a payload.
@@ -50,8 +49,6 @@ class ChunkFormat:
     shard: str
     integrity: Integrity = XXH3
     first_block: int = 0
-    parts: tuple[range, ...] = field(init=False, repr=False, compare=False)
-    """By part, the numbers of its segments."""
     segments: tuple[range, ...] = field(init=False, repr=False, compare=False)
     """By segment, its bytes in the payload."""
     header_bytes: int = field(init=False, repr=False, compare=False)
@@ -69,7 +66,7 @@ class ChunkFormat:
         payload_bytes = sum(tensor.nbytes for tensor in self.tensors)
         if payload_bytes > MAX_HEADER_BYTES * SEGMENT_BYTES:  # not even one byte for each digest
             raise ValueError(f"tensors of {payload_bytes} bytes do not fit into one object")
-        parts, segments = _segments(self.tensors)
+        segments = _segments(self.tensors)
         before, between, after = _header_text(self).encode("ascii").split(_HOLE)
         digests = len(b",".join([b"0" * self.integrity.digest_chars] * len(segments)))
         longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + digests + len(after)
@@ -77,7 +74,6 @@ class ChunkFormat:
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"header of {header_bytes} bytes: at most {MAX_HEADER_BYTES}")
         put = object.__setattr__
-        put(self, "parts", parts)
         put(self, "segments", segments)
         put(self, "header_bytes", header_bytes)
         put(self, "payload_bytes", payload_bytes)
@@ -129,14 +125,6 @@ class ChunkFormat:
         data = place.payload[segment.start : segment.stop]
         return self.integrity.digest(self._header(block_hash, []), number, data).encode()
 
-    def _listed(self, header: bytes, block_hash: bytes) -> list[bytes]:
-        """The unchecked bytes at the place of the digests in a header of this format."""
-        chars = self.integrity.digest_chars
-        before, between, _ = self._texts
-        begin = len(before) + 2 * len(block_hash) + len(between)
-        places = (begin + number * (chars + 1) for number in range(len(self.segments)))
-        return [header[at : at + chars] for at in places] if chars else []
-
     def _header(self, block_hash: bytes, digests: Sequence[bytes]) -> bytes:
         if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
             raise ValueError(f"block hash of {len(block_hash)} bytes: 1 to {MAX_HASH_BYTES}")
@@ -144,12 +132,11 @@ class ChunkFormat:
         text = b"".join((before, block_hash.hex().encode(), between, b",".join(digests), after))
         return text.ljust(self.header_bytes)
 
-    def _reason(self, header: bytes, block_hash: bytes, expected: bytes) -> Mismatch:
+    def _reason(self, header: bytes, block_hash: bytes, digests: Sequence[bytes]) -> Mismatch:
         try:
             said = read_header(memoryview(header), object_bytes=self.object_bytes)
         except CodecError as error:
             return error.refusal
-        meant = self._listed(expected, block_hash)
         differences: tuple[tuple[Mismatch, bool], ...] = (
             ("namespace", said.namespace_digest != self.namespace_digest),
             ("coverage", said.coverage != self.coverage),
@@ -158,7 +145,7 @@ class ChunkFormat:
             ("blocks", (said.first_block, said.blocks) != (self.first_block, self.blocks)),
             ("tensors", said.tensors != self.tensors),
             ("algorithm", said.algorithm != self.integrity.algorithm),
-            ("digest", [d.encode() for d in said.digests] != meant),
+            ("digest", [d.encode() for d in said.digests] != digests),
         )
         return next((reason for reason, differs in differences if differs), "header")
 
@@ -191,20 +178,14 @@ class Gathering:
         """Verify the object like `ChunkFormat.check`, when all of it has arrived."""
         if any(self._missing) or not self._chunk._fills(self._place, nbytes):
             return "length"
-        return self.check_arrived()
-
-    def check_arrived(self) -> Mismatch | None:
-        """Verify the header and the segments that have arrived, such as those of a part. Returns
-        None if they are those of the block hash, or else the reason. Nothing is known then of the
-        other segments: their digests are taken from the header."""
         header = bytes(self._place.header)
-        listed = enumerate(self._chunk._listed(header, self._block_hash))
-        digests = [self._digests.get(number, digest) for number, digest in listed]
+        is_digested = self._chunk.integrity.digest_chars > 0
+        digests = [self._digests[number] for number in sorted(self._digests) if is_digested]
         expected = self._chunk._header(self._block_hash, digests)
         # In constant time: in a keyed mode, timing would help a forger.
         if hmac.compare_digest(header, expected):
             return None
-        return self._chunk._reason(header, self._block_hash, expected)
+        return self._chunk._reason(header, self._block_hash, digests)
 
 
 _HOLE = b"?"
@@ -212,19 +193,17 @@ _HOLE = b"?"
 JSON, because `_header_text` refuses names that contain it."""
 
 
-def _segments(tensors: Sequence[TensorSpec]) -> tuple[tuple[range, ...], tuple[range, ...]]:
-    """By part, the numbers of its segments; by segment, its bytes in the payload."""
-    parts: list[range] = []
+def _segments(tensors: Sequence[TensorSpec]) -> tuple[range, ...]:
+    """By segment, its bytes in the payload."""
     segments: list[range] = []
     begin = 0
     for tensor in tensors:
-        end, first = begin + tensor.nbytes, len(segments)
+        end = begin + tensor.nbytes
         segments += [
             range(at, min(at + SEGMENT_BYTES, end)) for at in range(begin, end, SEGMENT_BYTES)
         ]
-        parts.append(range(first, len(segments)))
         begin = end
-    return tuple(parts), tuple(segments)
+    return tuple(segments)
 
 
 def _header_text(chunk: ChunkFormat) -> str:

@@ -153,24 +153,9 @@ def accepts(what: Expected, data: bytes) -> bool:
     return data[:header_bytes] == header_of(what, digests_of(what, data[header_bytes:]))
 
 
-def accepts_part(what: Expected, header: bytes, part: int, data: bytes) -> bool:
-    """Whether `data` is that part, whatever is in the others."""
-    parts = segments_of(what)
-    first = sum(len(other) for other in parts[:part])
-    cuts, start = parts[part], parts[part][0][0]
-    found = re.search(rb'"s3kv.digests":"([^"]*)"', header)
-    listed = found[1].decode("latin-1").split(",") if found and found[1] else []
-    if what.algorithm != "none":
-        listed[first : first + len(cuts)] = [
-            digest_of(what, first + n, data[begin - start : end - start])
-            for n, (begin, end) in enumerate(cuts)
-        ]
-    return len(data) == cuts[-1][1] - start and header == header_of(what, listed)
-
-
 # ------------------------------------------------------------------------------------------------
 from s3kv.config import SECRET_VARIABLE, Config  # noqa: E402
-from s3kv.objects.codec import ChunkFormat, Gathering  # noqa: E402
+from s3kv.objects.codec import ChunkFormat  # noqa: E402
 from s3kv.objects.integrity import Integrity  # noqa: E402
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest  # noqa: E402
 from s3kv.place import Place  # noqa: E402
@@ -256,23 +241,6 @@ def test_both_refuse_the_same(pair: tuple[Expected, ChunkFormat]) -> None:
         assert refused == (not accepts(theirs, data))
     assert accepts(theirs, good)
     assert not accepts(theirs, other)
-
-
-def test_both_verify_a_part_alone(pair: tuple[Expected, ChunkFormat]) -> None:
-    theirs, ours = pair
-    data = bytearray(write(theirs, payload_of(theirs)))
-    data[-1] ^= 1  # of the last part
-    header, payload = bytes(data[: ours.header_bytes]), bytes(data[ours.header_bytes :])
-    found = []
-    for part, cuts in enumerate(segments_of(theirs)):
-        begin, end = cuts[0][0], cuts[-1][1]
-        piece = payload[begin:end]
-        gathering = Gathering(ours, Place.of(data, ours.header_bytes), theirs.block_hash)
-        gathering.arrived(len(header) + begin, len(header) + end)
-        refusal = gathering.check_arrived()
-        assert (refusal is None) == accepts_part(theirs, header, part, piece)
-        found.append(refusal)
-    assert found == [None, None, None if theirs.algorithm == "none" else "digest"]
 
 
 def test_names_are_the_same(pair: tuple[Expected, ChunkFormat]) -> None:
