@@ -24,7 +24,7 @@ from demo.conversations import Traffic, begin
 from demo.figures import ASSUMED, Figures
 from demo.fleet import Fleet
 from demo.place import Place, place_to_use
-from demo.reader import MISSING, Reader, reader
+from demo.reader import Reader, reader
 from lab.engine import Engine
 
 KV_CACHE_TOKENS = 6_144
@@ -75,9 +75,7 @@ def main(arguments: list[str]) -> int:
     traffic = SHORT if parser.parse_args(arguments).short else Traffic()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="s3kv-demo-") as directory, place_to_use() as place:
-        who = reader(Path(directory))
-        if who.tokenizer is None:
-            console.print(f"[bold yellow]{MISSING}[/]")
+        who = reader(Path(directory), console)
         console.print(
             f"{traffic.conversations} conversations of {traffic.turns} turns with {who.name} share "
             f"a system prompt of {traffic.system_tokens} tokens, and go to two replicas in turn. "

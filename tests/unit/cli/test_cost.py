@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from lab.service import free_ports
 from s3kv.cli.app import cli
+from tests.unit.cli.conftest import refused
 
 METRICS = """\
 # HELP vllm:s3kv_upload_ok_total Objects written, per rank.
@@ -140,10 +141,9 @@ def test_a_running_server(metrics_url: str) -> None:
 
 
 def test_nobody_there() -> None:
-    result = run("--metrics", f"http://127.0.0.1:{free_ports(1)[0]}/metrics", "--over", "1h")
-    assert result.exit_code == 3
-    assert "--metrics 'http://127.0.0.1" in result.stderr
-    assert "has the server started?" in result.stderr
+    url = f"http://127.0.0.1:{free_ports(1)[0]}/metrics"
+    result = run("--metrics", url, "--over", "1h")
+    refused(result, "--metrics 'http://127.0.0.1", "has the server started?", code=3)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,7 @@ def test_nobody_there() -> None:
     ],
 )
 def test_wrong_use(options: list[str], said: str) -> None:
-    result = run(*options)
-    assert result.exit_code == 2
-    assert said in result.stderr
+    refused(run(*options), said)
 
 
 ENGINE = ("--gpu-dollars-per-hour", "3.6", "--prefill-tokens-per-s", "1000")

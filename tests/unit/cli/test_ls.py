@@ -12,7 +12,7 @@ from s3kv.cli.walk import AGES
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.types import ChunkKey
 from tests import servers
-from tests.unit.cli.conftest import Run
+from tests.unit.cli.conftest import Run, refused
 
 HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256}
 FULL = {"model": {"name": "m@main", "dtype": "float"}, "chunk_tokens": 256}
@@ -134,6 +134,4 @@ def test_what_lies_next_to_it_need_not_be_a_cache(run: Run, boto: Any) -> None:
 
 
 def test_a_bucket_that_is_not_there(run: Run) -> None:
-    result = run("ls", "--summary", bucket="no-such-bucket")
-    assert result.exit_code == 3
-    assert "create the bucket" in result.stderr
+    refused(run("ls", "--summary", bucket="no-such-bucket"), "create the bucket", code=3)

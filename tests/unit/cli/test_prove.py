@@ -18,7 +18,7 @@ from s3kv.prove import arms as proof
 from s3kv.prove.arms import ArmFailed, Measured, RunInputs
 from s3kv.prove.judge import ArmAnswer, ArmFacts
 from tests.servers import BUCKET
-from tests.unit.cli.conftest import Run
+from tests.unit.cli.conftest import Run, refused
 
 PLANS: list[RunInputs] = []
 
@@ -96,24 +96,18 @@ def test_the_bucket_is_cleaned_however_it_ends(run: Run, boto: Any, arms: dict[s
     ],
 )
 def test_what_cannot_be_run_is_exit_code_2(run: Run, options: list[str], text: str) -> None:
-    done = run("prove", "m", *options)
-    assert done.exit_code == 2
-    assert text in done.stderr
+    refused(run("prove", "m", *options), text)
 
 
 def test_a_bucket_that_cannot_be_used_is_exit_code_2(run: Run, url: str) -> None:
     for place in ({"bucket": "no-such-bucket"}, {"at": "http://127.0.0.1:9"}):
-        done = run("prove", "m", **place)
-        assert done.exit_code == 2
-        assert "the bucket cannot be used: list: " in done.stderr
+        refused(run("prove", "m", **place), "the bucket cannot be used: list: ")
 
 
 def test_without_vllm_it_is_exit_code_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("vllm_s3kv.vllm_version", lambda: None)
-    done = CliRunner().invoke(cli, ["prove", "m", "--bucket", "my-bucket"])
-    assert done.exit_code == 2
-    assert "has no vLLM" in done.stderr
+    refused(CliRunner().invoke(cli, ["prove", "m", "--bucket", "my-bucket"]), "has no vLLM")
 
 
 def test_another_connector_skips_the_arm_that_needs_our_settings(run: Run) -> None:

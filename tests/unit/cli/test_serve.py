@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from s3kv.cli import serve
 from s3kv.cli.app import cli
 from tests.project import ROOT
+from tests.unit.cli.conftest import refused
 
 GPU, CPU = "0.32.0", "0.32.0+cpu"
 MODELS = {"m": '{"architectures": ["Llama"]}', "images": '{"architectures": ["Llava"]}', "odd": ""}
@@ -233,16 +234,12 @@ def test_encoder_outputs_of_multi_modal_models(
 )
 def test_refusals(folder: Path, version: str, arguments: list[str], said: str) -> None:
     install(folder, version)
-    result = run(*arguments, "--print")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
+    refused(run(*arguments, "--print"), said)
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT)])
-    result = run("m", *SET)
-    assert result.exit_code == 2
-    assert f"{sys.executable} has no vLLM" in result.stderr
+    refused(run("m", *SET), f"{sys.executable} has no vLLM")
 
 
 def test_which_vllm_runs_on_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
