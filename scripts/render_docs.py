@@ -118,7 +118,8 @@ same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | sou
 
 `ls` and `verify` list the bucket 1,000 objects per request, and resume where a
 listing broke off. They see only chunks and items under the prefix; if there are none, they say on
-stderr what lies next to it. On a terminal, long work shows its rate and the time left.
+stderr what lies next to it. On a terminal, long work shows its rate and, where its end is known,
+the time left.
 """
 
 

@@ -59,11 +59,6 @@ class _RateColumn(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
 
 
-def is_watched() -> bool:
-    """Whether progress bars are seen."""
-    return Console(stderr=True).is_terminal
-
-
 @contextlib.contextmanager
 def bars(clock_s: Callable[[], float] | None = None) -> Iterator[Report]:
     """Progress bars on stderr with the rate and, if the total is known, the time left; removed at

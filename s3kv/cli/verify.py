@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from s3kv.cli import show, walk
-from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
+from s3kv.cli.invocation import EPILOG, FOUND, on_bucket, print_json, with_settings
 from s3kv.config import Config, count
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import CodecError, Mismatch, read_header
@@ -95,9 +95,6 @@ def verify(
     async def run(store: ObjectStore) -> Verification:
         total = None
         if count is None:
-            if show.is_watched():  # a listing more, so that the bar has an end
-                everything = await walk.count(store, config.prefix, (), now_s(), key)
-                total = sum(one.objects for one in everything)
             picks = listing.chunks(store, config.prefix, key)
         else:
             picked = await sample(store, config.prefix, count, random.Random(seed), key)

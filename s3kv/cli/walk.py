@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 
 import click
 
@@ -105,21 +105,16 @@ async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceCo
 
 
 async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
-    """Say on stderr that nothing of s3kv is under `prefix`, and name its neighbours: caches if
-    there are any, otherwise other folders, the nearest names first. Raises `StoreError`."""
-    parent = "".join(prefix.rpartition("/")[:2])
-    said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"
-    try:
-        names = list(await tried(lambda: store.folders(parent, MAX_NAMESPACES)))
-    except StoreDenied:  # a policy may allow the prefix alone
-        click.echo(said, err=True)
-        return
-    names.sort(key=lambda name: -SequenceMatcher(None, f"{parent}{name}", prefix).ratio())
-    beside = [f"{parent}{name}" for name in names if f"{parent}{name}" != prefix][:_MAX_NEIGHBOURS]
-    caches = [other for other in beside if await _names(store, other)]
-    listed = ", ".join(repr(f"{other}/") for other in caches or beside)
-    what = "caches next to it (--prefix)" if caches else "next to it"
-    click.echo(f"{said}; {what}: {listed or 'nothing'}", err=True)
+    """Say on stderr that nothing of s3kv is under `prefix`, and name some folders beside it. Raises
+    `StoreError`."""
+    parent, beside = "".join(prefix.rpartition("/")[:2]), list[str]()
+    with contextlib.suppress(StoreDenied):  # a policy may allow the prefix alone
+        beside += await tried(lambda: store.folders(parent, _MAX_NEIGHBOURS))
+    listed = ", ".join(repr(f"{parent}{name}/") for name in beside) or "nothing"
+    click.echo(
+        f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}; next to it: {listed}",
+        err=True,
+    )
 
 
 async def count(

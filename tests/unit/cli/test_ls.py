@@ -122,7 +122,7 @@ def test_what_lies_next_to_a_mistyped_prefix_is_told(run: Run, command: tuple[st
     assert result.exit_code == 0
     (line,) = result.stderr.splitlines()
     assert "nothing of s3kv is under 's3kw/'" in line
-    assert line.endswith("caches next to it (--prefix): 's3kv/'")
+    assert line.endswith("next to it: 's3kv/'")
 
 
 def test_what_lies_next_to_it_need_not_be_a_cache(run: Run, boto: Any) -> None:
