@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -354,6 +355,27 @@ class Aborts:
         assert [answer.tokens] == self._truth([prompt])
         at_rest(self._engine)
         return answer.cached_tokens
+
+    def at_any_moment(
+        self, stored: Sequence[list[int]], new: Sequence[list[int]], hog: list[int], blocks: int
+    ) -> None:
+        """Three prompts whose KV is in the bucket, and two new ones. The engine has `blocks`."""
+        waiting, offered, loading = stored
+        chunks = len(loading) // 128
+        (io_process,) = self._engine.io_processes()
+        io_process.send_signal(signal.SIGSTOP)
+        assert self.at("waiting", waiting) == 0
+        io_process.send_signal(signal.SIGCONT)
+        assert self.still_right(waiting) == chunks * 128
+        # Offered, but the engine has no room for it.
+        assert self.at("offered", offered, hog) < blocks
+        assert self.still_right(offered) == chunks * 128
+        # While its blocks are being written, they stay its own.
+        assert self.at("loading", loading) >= chunks
+        assert self.still_right(loading) == chunks * 128
+        for moment, prompt in zip(("computing", "decoding"), new, strict=True):
+            self.at(moment, prompt)
+            self.still_right(prompt)
 
 
 def in_every_tier(

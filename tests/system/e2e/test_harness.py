@@ -110,6 +110,8 @@ def test_failures_are_told_with_the_log(tiny: Path, tmp_path: Path) -> None:
     assert failing.processes() == []
 
     with Engine(tiny, log_path=tmp_path / "engine.log") as engine:
+        with pytest.raises(EngineFailed, match="type is not JSON serializable"):
+            engine.call("builtins:type")
         assert "LLMEngine" in engine.call("builtins:repr")
         pending = engine.begin_generate([Ask(PROMPTS[0], max_tokens=3_000)])
         engine.processes()[0].send_signal(signal.SIGKILL)

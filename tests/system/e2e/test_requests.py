@@ -116,41 +116,23 @@ def test_aborted_at_any_moment(rig: Rig, connector: dict[str, Any]) -> None:
     """Whenever a request is given up, it leaves nothing behind, and the next one with the same
     prompt is answered as if it had not been there."""
     hog = TAILS[10] + TAILS[11][:800]
-    fresh = [LONG[i][:600] + TAILS[i] for i in range(6)]
+    fresh = [LONG[i][:600] + TAILS[i] for i in (5, 4)]
     sizes = {"num_gpu_blocks_override": 24, "max_model_len": 2_900, "max_num_batched_tokens": 256}
     with rig.serve(rig.tiny, connector, **sizes, **FLOAT32) as engine:
         aborts = Aborts(engine, rig.truth)
-        abort_at, still_right = aborts.at, aborts.still_right
-        abort_at("queued", LONG[0])
-        assert still_right(LONG[0]) == HIT
-
-        (io_process,) = engine.io_processes()
-        io_process.send_signal(signal.SIGSTOP)
-        assert abort_at("waiting", LONG[1]) == 0
-        io_process.send_signal(signal.SIGCONT)
-        assert still_right(LONG[1]) == HIT
+        aborts.at("queued", LONG[0])
+        assert aborts.still_right(LONG[0]) == HIT
+        aborts.at_any_moment([LONG[1], *LONG[3:5]], fresh, hog, 24)
 
         # The next one joins the fetches that are being cancelled.
+        (io_process,) = engine.io_processes()
         io_process.send_signal(signal.SIGSTOP)
-        abort_at("waiting", LONG[2])
+        aborts.at("waiting", LONG[2])
         pending = engine.begin_generate([LONG[2]])
         io_process.send_signal(signal.SIGCONT)
         (answer,) = pending.result()
         assert [answer["tokens"]] == rig.truth([LONG[2]])
         assert answer["cached_tokens"] == HIT
-
-        # Offered, but the engine has no room for it.
-        assert abort_at("offered", LONG[3], hog) <= 24 - 1
-        assert still_right(LONG[3]) == HIT
-
-        # While its blocks are being written, they stay its own.
-        assert abort_at("loading", LONG[4]) >= CHUNKS
-        assert still_right(LONG[4]) == HIT
-
-        abort_at("computing", fresh[5])
-        still_right(fresh[5])
-        abort_at("decoding", fresh[4])
-        still_right(fresh[4])
 
 
 def test_a_private_request_leaves_nothing_behind(rig: Rig) -> None:

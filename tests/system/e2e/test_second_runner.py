@@ -11,7 +11,6 @@ depend neither on the length of a hit nor on how requests share a step.
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,30 +148,8 @@ def test_preempted_while_scheduling_ahead(second_life: Engine, truth: Truth) -> 
 def test_aborted_at_any_moment_while_scheduling_ahead(second_life: Engine, truth: Truth) -> None:
     """Whenever a request is given up, it leaves nothing behind, and the next one with the same
     prompt is answered as if it had not been there."""
-    in_bucket = iter(PROMPTS[2:])
     aborts = Aborts(second_life, truth)
-    abort_at, still_right = aborts.at, aborts.still_right
-    (io_process,) = second_life.io_processes()
-    io_process.send_signal(signal.SIGSTOP)
-    prompt = next(in_bucket)
-    assert abort_at("waiting", prompt) == 0
-    io_process.send_signal(signal.SIGCONT)
-    assert still_right(prompt) == HIT
-
-    # Offered, but the engine has no room for it.
-    prompt = next(in_bucket)
-    assert abort_at("offered", prompt, NEW[0] + NEW[1][:350]) < BLOCKS
-    assert still_right(prompt) == HIT
-
-    # While its blocks are being written, they stay its own.
-    prompt = next(in_bucket)
-    assert abort_at("loading", prompt) >= CHUNKS
-    assert still_right(prompt) == HIT
-
-    abort_at("computing", NEW[1])
-    still_right(NEW[1])
-    abort_at("decoding", NEW[2])
-    still_right(NEW[2])
+    aborts.at_any_moment(PROMPTS[2:5], NEW[1:], NEW[0] + NEW[1][:350], BLOCKS)
 
 
 def test_blocks_are_read_before_the_next_step_zeroes_them(rig: Rig) -> None:
