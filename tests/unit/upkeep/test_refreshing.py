@@ -30,9 +30,13 @@ AFTER_S = 1000.0
 
 
 class Bucket(MemoryStore):
-    def __init__(self) -> None:
+    """age_s: how long it has held the objects of these numbers."""
+
+    def __init__(self, *numbers: int, age_s: float = 0.0) -> None:
         self.now_s = 1e9
         super().__init__(lambda: self.now_s)
+        rig.hold(self, *numbers)
+        self.now_s += age_s
         self.hangs = False
         """Whether copies and HEADs get no answer."""
 
@@ -92,9 +96,7 @@ def test_the_probability_rises_from_none_to_certainty() -> None:
 
 
 async def test_only_what_is_old_is_written_anew() -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1, 2)
-    bucket.now_s += CERTAIN_AT * AFTER_S
+    bucket = Bucket(1, 2, age_s=CERTAIN_AT * AFTER_S)
     rig.hold(bucket, 2)
     refresher, pauses = make(bucket)
     for number in (1, 2):
@@ -109,9 +111,7 @@ async def test_only_what_is_old_is_written_anew() -> None:
 
 async def test_of_many_replicas_one_writes() -> None:
     """An object whose age is not told is left alone."""
-    bucket = Bucket()
-    rig.hold(bucket, 1, 2)
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(1, 2, age_s=2 * AFTER_S)
     replicas = [make(bucket)[0] for _ in range(20)]
     for replica in replicas:
         replica.hit(await read(bucket, 1))
@@ -123,9 +123,7 @@ async def test_of_many_replicas_one_writes() -> None:
 
 @pytest.mark.parametrize(("age", "copies"), [(0.5, 0), (2.0, 1)])
 async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int) -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1)
-    bucket.now_s += age * AFTER_S
+    bucket = Bucket(1, age_s=age * AFTER_S)
     refresher, _ = make(bucket)
     refresher.exists(rig.object_key(1))
     refresher.exists(rig.object_key(2))  # and gone again
@@ -135,9 +133,7 @@ async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int)
 
 
 async def test_nothing_is_asked_while_jobs_wait() -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1)
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(1, age_s=2 * AFTER_S)
     refresher, _ = make(bucket, is_idle=False)
     refresher.hit(await read(bucket, 1))
     await settle(bucket, refresher)
@@ -168,9 +164,7 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
 async def test_a_store_that_refuses_is_left_alone_for_a_while(
     error: StoreError, pause_s: float, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bucket = Bucket()
-    rig.hold(bucket, *range(5))
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(*range(5), age_s=2 * AFTER_S)
     bucket.errors["refresh"] = [error] * 3
     refresher, pauses = make(bucket)
     for _ in range(3):
@@ -246,9 +240,7 @@ def test_the_rule_of_the_settings(settings: dict[str, Any], after_s: float) -> N
 
 
 async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1, 2)
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(1, 2, age_s=2 * AFTER_S)
     rig.hold(bucket, 2)
     refresher, _ = make(bucket)
     answers: Answers = []
@@ -269,8 +261,7 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
     count: int,
 ) -> None:
     """All have it in memory, and use it all the time."""
-    bucket = Bucket()
-    rig.hold(bucket, 1)
+    bucket = Bucket(1)
     rng = random.Random(count)
     replicas = []
     for _ in range(count):
@@ -315,8 +306,7 @@ async def test_what_cannot_be_looked_at_is_answered_all_the_same() -> None:
 
 
 async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1)
+    bucket = Bucket(1)
     bucket.errors["head"] = [StoreUnavailable("500"), StoreDenied("403")]
     refresher, _ = make(bucket)
     answers: Answers = []
@@ -366,8 +356,7 @@ async def refreshed(worker: rig.Worker, count: int) -> wire.Stats:
 
 async def test_a_process_refreshes_what_it_reads_and_what_it_finds() -> None:
     """And nothing that does not verify."""
-    bucket = Bucket()
-    rig.hold(bucket, 1, 2, 3)
+    bucket = Bucket(1, 2, 3)
     await bucket.put(rig.object_key(4), Place.of(b"bad" * 1000), if_absent=True)
     bucket.now_s += 2 * AFTER_S
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
@@ -384,9 +373,7 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds() -> None:
 
 
 async def test_a_copy_that_fails_is_nobody_elses_affair() -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1)
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(1, age_s=2 * AFTER_S)
     bucket.errors["refresh"] = [StoreUnavailable("503")]
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
@@ -402,9 +389,7 @@ def use(job_id: int) -> BucketJob:
 
 @pytest.mark.parametrize("settings", [{"refresh_after_s": AFTER_S}, {}], ids=["on", "off"])
 async def test_a_process_says_of_what_is_used_whether_it_is_there(settings: dict[str, Any]) -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1)
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(1, age_s=2 * AFTER_S)
     async with served(lambda _: bucket, **settings) as (worker, _):
         worker.say(use(1), use(2), BucketJob(3, JobKind.USE, ChunkKey(0, b"")))
         ends = {}
@@ -436,9 +421,7 @@ async def test_a_shutdown_answers_the_uses_that_wait() -> None:
 
 
 async def test_a_shutdown_does_not_wait_for_copies() -> None:
-    bucket = Bucket()
-    rig.hold(bucket, 1)
-    bucket.now_s += 2 * AFTER_S
+    bucket = Bucket(1, age_s=2 * AFTER_S)
     bucket.hangs = True
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
@@ -459,9 +442,7 @@ async def test_where_it_is_off_nothing_is_copied(
     caplog: pytest.LogCaptureFixture, settings: dict[str, Any], said: int
 ) -> None:
     caplog.set_level(logging.WARNING)
-    bucket = Bucket()
-    rig.hold(bucket, 1)
-    bucket.now_s += 1e9
+    bucket = Bucket(1, age_s=1e9)
     config = rig.Config(**{"bucket": "bkt", **settings})
     greeting = rig.handshake(config)
     async with rig.serving(bucket, greeting=greeting) as (worker, _):
