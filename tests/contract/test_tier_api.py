@@ -186,8 +186,8 @@ class Recorder(SecondaryTierManager):  # type: ignore[misc]
 class Offloading:
     """vLLM's manager of the primary tier and others, driven as its scheduler does.
 
-    rows: of the primary tier, each with one chunk of `tiny`. settings: of the engine. tier: the
-    first of `tiers`.
+    rows: of the primary tier, each with one chunk of `tiny`. settings: of the engine, and its
+    `role`. tier: the first of `tiers`.
     """
 
     TIMEOUT_S = 60.0
@@ -199,7 +199,7 @@ class Offloading:
         extra = {"cpu_bytes_to_use": rows * chunk_bytes, "secondary_tiers": [*map(dict, tiers)]}
         transfer = KVTransferConfig(
             kv_connector="OffloadingConnector",
-            kv_role="kv_both",
+            kv_role=settings.pop("role", "kv_both"),
             engine_id=uuid.uuid4().hex,
             kv_connector_extra_config=extra,
         )

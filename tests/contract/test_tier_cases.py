@@ -326,26 +326,29 @@ def test_a_reset_ends_what_is_under_way_and_drops_what_has_not_begun(start: Star
 
 
 @pytest.mark.parametrize(
-    ("asked", "tiers"),
+    ("loads", "saves", "tiers", "role"),
     [
-        (False, []),
-        (False, [{"medium": "cpu"}, {"medium": "storage", "locality": "local"}]),
-        (True, [{}]),
-        (True, [{"locality": "remote"}]),
+        (False, False, [], "kv_both"),
+        (False, False, [{"medium": "cpu"}, {"medium": "storage", "locality": "local"}], "kv_both"),
+        (True, True, [{"locality": "remote"}], "kv_both"),
+        (True, False, [{}], "kv_consumer"),
+        (False, True, [{}], "kv_producer"),
     ],
 )
-def test_what_a_request_says_of_tiers(asked: bool, tiers: Any, engine: Offloading) -> None:
+def test_what_an_engine_and_a_request_may_do(
+    loads: bool, saves: bool, tiers: Any, role: str, start: Start
+) -> None:
     """manager: tier_filter_skips_filtered_secondary, tier_filter_allows_matching_secondary,
     complete_store_forwards_req_context_to_submit_store."""
-    params = {"s3kv": {"save": asked}}
+    engine, params = start(role=role), {"s3kv": {"save": saves or role == "kv_consumer"}}
     context = base.ReqContext("it", params, load_tier_filter=_parse_tier_filter(tiers))
     engine.manager.on_new_request(context)
-    assert (engine.manager.lookup(*keys(1), context) is PENDING) == asked
+    assert (engine.manager.lookup(*keys(1), context) is PENDING) == loads
     engine.manager.prepare_store(chunks := keys(1), context)
     context.set_offload_key_position(*chunks, 128)
     engine.manager.complete_store(chunks, context)
     engine.settle()
-    assert engine.tier.planner.index.is_present(engine.tier._chunk(*chunks)) == asked
+    assert engine.tier.planner.index.is_present(engine.tier._chunk(*chunks)) == saves
 
 
 def test_metrics(engine: Offloading, s3kv: Entry) -> None:

@@ -119,8 +119,7 @@ def test_every_moment_of_a_tier_comes_to_an_end(
     try:
         chunks = stored(direct, 3)
         between.fault(dataclasses.replace(case.fault, verbs=("GET",)))
-        found = hits(engine, chunks, 3)
-        assert found == (2 if case.fetch == "fetch_ok" else 0)
+        assert hits(engine, chunks, 3) == 2 * (case.fetch == "fetch_ok")
         between.lift()
         recovered(engine, direct)
 
@@ -136,13 +135,12 @@ def test_every_moment_of_a_tier_comes_to_an_end(
         engine.reset()
         assert not engine.manager.has_pending_work()
         begin(engine, stored(direct, 6))
-        pid = engine.tier._tier.client.pid
+        process = Path(f"/proc/{engine.tier._tier.client.pid}")
     finally:
         engine.manager.shutdown()
         engine.tier.shutdown()
         between.lift()
-    assert pid is not None
-    assert not Path(f"/proc/{pid}").exists()
+    assert not process.exists()
 
 
 @pytest.mark.parametrize("then", ["looked up", "without name", "reset", "shut down"])
