@@ -107,14 +107,13 @@ async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceCo
 async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
     """Say on stderr that nothing of s3kv is under `prefix`, and name some folders beside it. Raises
     `StoreError`."""
-    parent, beside = "".join(prefix.rpartition("/")[:2]), list[str]()
+    parent = "".join(prefix.rpartition("/")[:2])
+    said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"
     with contextlib.suppress(StoreDenied):  # a policy may allow the prefix alone
-        beside += await tried(lambda: store.folders(parent, _MAX_NEIGHBOURS))
-    listed = ", ".join(repr(f"{parent}{name}/") for name in beside) or "nothing"
-    click.echo(
-        f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}; next to it: {listed}",
-        err=True,
-    )
+        beside = await tried(lambda: store.folders(parent, _MAX_NEIGHBOURS))
+        listed = ", ".join(repr(f"{parent}{name}/") for name in beside)
+        said += f"; next to it: {listed or 'nothing'}"
+    click.echo(said, err=True)
 
 
 async def count(
