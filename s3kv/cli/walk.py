@@ -111,7 +111,7 @@ async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
     said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"
     with contextlib.suppress(StoreDenied):  # a policy may allow the prefix alone
         beside = await tried(lambda: store.folders(parent, _MAX_NEIGHBOURS))
-        listed = ", ".join(repr(f"{parent}{name}/") for name in beside)
+        listed = ", ".join(repr(f"{parent}{n}/") for n in beside if parent + n != prefix)
         said += f"; next to it: {listed or 'nothing'}"
     click.echo(said, err=True)
 
