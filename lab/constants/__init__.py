@@ -39,6 +39,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "max_saves_inflight": ("s3kv.planning.kv:KVPlannerSettings.max_saves_inflight",),
     "min_bytes_per_s": ("s3kv.stores.s3.fast_client:MIN_BYTES_PER_S",),
     "miss_ttl_s": ("s3kv.planning.index:BucketIndex.miss_ttl_s",),
+    "network_threads": ("s3kv.stores.s3.s3_store:NETWORK_THREADS",),
     "probe_chunks": ("s3kv.planning.kv:KVPlannerSettings.probe_chunks",),
     "range_bytes": ("s3kv.io.sources.bucket:RANGE_BYTES",),
     "recompute_gate": (

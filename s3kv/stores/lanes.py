@@ -52,7 +52,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_
     return [found for task in tasks if (found := task.result()) is not None]
 
 
-async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Wait for tasks that have been cancelled, if they have not ended. A cancellation meanwhile is
     raised afterwards: a second one would break off their cleaning up."""
     interrupted = False

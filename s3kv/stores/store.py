@@ -22,8 +22,8 @@ from s3kv.stores.traffic import Traffic
 
 Claim = Callable[[], bool]
 """Claim of a read to its place, called once when the object is about to arrive, before the first
-byte is written. False: another read has the place, so this one must not write, and its result or
-error is meaningless."""
+byte is written, in the thread that receives it; does not wait. False: another read has the place,
+so this one must not write, and its result or error is meaningless."""
 
 
 @dataclass(frozen=True, slots=True)

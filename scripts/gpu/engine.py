@@ -3,8 +3,9 @@
 A Llama answers the same prompts four times: cold; from the engine's own cache; from host memory,
 after the engine has forgotten its cache and every page is zeroed; and from the bucket, in a new
 engine. Tokens and hits of the last three have to be equal, and nothing may be left under way; ends
-with 1 if it is not so. The bucket is a server of our own here. The result, written after each of
-the four, is `gpu-FRONT-MODEL-runner-N.json`.
+with 1 if it is not so. Between them it answers other prompts, each cold after the uploads of the
+one before have ended ("alone"). The bucket is a server of our own here. The result, written after
+each of these, is `gpu-FRONT-MODEL-runner-N.json`.
 
 --front: s3kv as the tier of vLLM's OffloadingConnector, or its own connector; beside them, for
 comparison, vLLM's tier of local files, and an engine without a connector.
@@ -35,6 +36,8 @@ from lab.offloading import offloading
 
 FRONTS = ("tier", "connector", "files", "none")
 TIERS = ("cold", "engine", "host", "bucket")
+OURS = ("vllm:s3kv", "vllm:kv_offload")
+"""How the names of the metrics begin that the result has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,7 @@ def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dic
     model = _model(work, folder)
     answers: dict[str, list[Answer]] = {}
     audits: list[dict[str, Any]] = []
+    metrics: dict[str, dict[str, float]] = {}
 
     def new_engine() -> Engine:
         return Engine(
@@ -220,12 +224,17 @@ def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dic
             **_engine_args(work, options.device),
         )
 
-    def serve(engine: Engine, tier: str) -> dict[str, Any]:
+    def serve(
+        engine: Engine, tier: str, asked: Sequence[list[int]] = prompts[1:]
+    ) -> dict[str, Any]:
         """And wait until everything is in the bucket."""
-        answers[tier] = engine.generate(prompts[1:])
+        answers[tier] = [*answers.get(tier, ()), *engine.generate(asked)]
         if config is not None:
             audits.append(engine.call("lab.audit:audit"))
+        told = engine.metrics()
+        metrics[tier] = {name: told[name] for name in told if name.startswith(OURS)}
         return compared(answers, work) | {
+            "metrics": metrics,
             "left": [{name: n for name, n in audit["left"].items() if n} for audit in audits],
             "broken": [broken for audit in audits for broken in audit["broken"]],
             "planner": audits[-1]["planner"] if audits else {},
@@ -236,6 +245,8 @@ def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dic
         engine.generate(prompts[:1])  # the first one waits for kernels
         for tier in TIERS[:2]:
             yield serve(engine, tier)
+        for prompt in models.prompts(work.prompts, work.hit_tokens + 1, seed=2):
+            yield serve(engine, "alone", [prompt])
         if config is not None:
             engine.reset_prefix_cache()
             engine.call("lab.on_cpu:touch_kv_cache")
@@ -256,7 +267,7 @@ def compared(answers: dict[str, list[Answer]], work: Work) -> dict[str, Any]:
         if tier in answers
     ]
     return {
-        "equal": all(right) if len(answers) == len(TIERS) or not all(right) else None,
+        "equal": all(right) if len(right) == 2 or not all(right) else None,
         "prompts": work.prompts,
         "prompt_tokens": work.hit_tokens + 1,
         "cached_tokens": {tier: [a.cached_tokens for a in each] for tier, each in answers.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from s3kv.stores.lanes import ended
@@ -128,7 +128,10 @@ async def hedged(
     Both have ended when this returns, raises or is cancelled, so nothing writes to the place then.
     """
     loop = asyncio.get_running_loop()
-    claimed: asyncio.Future[int] = loop.create_future()
+    claims: list[int] = []
+    """The numbers of the requests that came to claim the place; the first has it. Appended to in
+    the threads that serve the connections."""
+    claimed: asyncio.Future[None] = loop.create_future()
     requests: list[asyncio.Task[T]] = []
     cancelled: set[asyncio.Task[T]] = set()
 
@@ -140,32 +143,37 @@ async def hedged(
     def send() -> None:
         number = len(requests)
 
+        def settle() -> None:
+            claimed.set_result(None)
+            cancel(requests[:number] + requests[number + 1 :])
+
         def claim() -> bool:
-            if not claimed.done():
-                claimed.set_result(number)
-                cancel(requests[:number] + requests[number + 1 :])
-            return claimed.result() == number
+            claims.append(number)
+            is_first = claims[0] == number
+            if is_first:
+                loop.call_soon_threadsafe(settle)
+            return is_first
 
         requests.append(loop.create_task(request(claim)))
 
     send()
     try:
         await _first_of(*requests, claimed, late)
-        if not requests[0].done() and not claimed.done() and may_hedge():
+        if not requests[0].done() and not claims and may_hedge():
             send()
-        winner = await _winner_of(requests, claimed)
-        return winner.result(), claimed.done() and winner is not requests[0]
+        winner = await _winner_of(requests, claims, claimed)
+        return winner.result(), bool(claims) and winner is not requests[0]
     finally:
         cancel(requests)
         await ended(requests)
 
 
 async def _winner_of(
-    requests: list[asyncio.Task[T]], claimed: asyncio.Future[int]
+    requests: list[asyncio.Task[T]], claims: Sequence[int], claimed: asyncio.Future[None]
 ) -> asyncio.Task[T]:
     """Wait for the request that decides the outcome, and return it: the one that claimed the
     place, else the first that succeeded without it, else the last one sent."""
-    while not claimed.done():
+    while not claims:
         running = [task for task in requests if not task.done()]
         for task in requests:
             if task.done() and task.exception() is None:
@@ -173,7 +181,7 @@ async def _winner_of(
         if not running:
             return requests[-1]
         await _first_of(*running, claimed)
-    winner = requests[claimed.result()]
+    winner = requests[claims[0]]
     await _first_of(winner)
     return winner
 

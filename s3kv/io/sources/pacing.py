@@ -5,6 +5,7 @@ Both rules watch every request to the store, below the retries. Decision 16 has 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -90,12 +91,17 @@ class Pacing:
         self._lateness.sent()
         late = self._unanswered.sent()
 
+        loop = asyncio.get_running_loop()
+
         async def timed(claim: Claim) -> T:
             sent_s = now_s()
 
-            def begin() -> bool:
+            def began() -> None:
                 self._lateness.began(now_s() - sent_s)
                 self._unanswered.answered(late)
+
+            def begin() -> bool:  # in the thread that serves the connection
+                loop.call_soon_threadsafe(began)
                 return claim()
 
             return await self.send(lambda: get(begin))

@@ -25,6 +25,7 @@ from s3kv.config import Config
 from s3kv.place import Place
 from s3kv.stores.http.exchange import EMPTY, OBJECT, Request, Response
 from s3kv.stores.http.pool import Pool
+from s3kv.stores.http.threads import ThreadedPool
 from s3kv.stores.http.watch import Patience
 from s3kv.stores.s3.address import Address, authority_of, find_address
 from s3kv.stores.s3.answers import (
@@ -163,16 +164,18 @@ class FastClient:
 
     address: the bucket's, if it is known already; signed with one of `SCHEMES`, and behind no
     proxy. ready: connections that the pool keeps ready if it speaks TLS. Others are opened in a
-    round trip.
+    round trip. threads: that move bodies beside the caller's; with 1 the caller's does.
     """
 
-    def __init__(self, config: Config, address: Address | None = None, *, ready: int = 0) -> None:
+    def __init__(
+        self, config: Config, address: Address | None = None, *, ready: int = 0, threads: int = 1
+    ) -> None:
         self.traffic = Traffic()
         self._config = config
         self._address = address
-        self._ready = ready
+        self._ready, self._threads = ready, threads
         self._opening = asyncio.Lock()
-        self._opened: tuple[Endpoint, Pool] | None = None
+        self._opened: tuple[Endpoint, Pool | ThreadedPool] | None = None
 
     async def get(
         self, key: str, place: Place, claim: Claim | None, first: int | None = None
@@ -289,20 +292,29 @@ class FastClient:
 
         return await endpoint.credentials.used(attempt), call
 
-    async def _open(self) -> tuple[Endpoint, Pool]:
+    async def _open(self) -> tuple[Endpoint, Pool | ThreadedPool]:
         """Open endpoint and pool once, however many first requests there are."""
         async with self._opening:
             if self._opened is None:
                 address = self._address or find_address(self._config)
                 endpoint, tls = make_endpoint(self._config, address)
-                pool = Pool(
-                    endpoint.host,
-                    endpoint.port,
-                    tls=tls,
-                    size=self._config.pool_size,
-                    patience=patience_of(self._config),
-                    ready=self._ready if tls else 0,
-                )
-                self._opened = (endpoint, pool)
+                self._opened = (endpoint, self._make_pool(endpoint, tls))
                 self.traffic.host, self.traffic.region = address.host, endpoint.region
             return self._opened
+
+    def _make_pool(self, endpoint: Endpoint, tls: ssl.SSLContext | None) -> Pool | ThreadedPool:
+        def share(number: int) -> int:
+            return -(-number // self._threads)
+
+        pools = [
+            Pool(
+                endpoint.host,
+                endpoint.port,
+                tls=tls,
+                size=share(self._config.pool_size),
+                patience=patience_of(self._config),
+                ready=share(self._ready) if tls else 0,
+            )
+            for _ in range(self._threads)
+        ]
+        return ThreadedPool(pools) if len(pools) > 1 else pools[0]

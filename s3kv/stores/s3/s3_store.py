@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreDenied, StoreError, StoreUnranged
 from s3kv.place import Place
+from s3kv.stores.http.threads import NETWORK_THREADS
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import Address, find_address
 from s3kv.stores.s3.answers import ListingPage, Refusal
@@ -280,7 +281,8 @@ def open_store(config: Config, *, keeps_ready: bool = False) -> ObjectStore:
     client, why = choose(config, address)
     if client == "fast":
         ready = config.max_inflight_requests if keeps_ready else 0
-        return S3Store(config, FastClient(config, address, ready=ready))
+        threads = NETWORK_THREADS if keeps_ready else 1
+        return S3Store(config, FastClient(config, address, ready=ready, threads=threads))
     from s3kv.stores.s3.sdk_client import SdkClient  # slow to import, and rarely needed
 
     _log.warning("aiobotocore's client is used, because %s: %s", why, COST)

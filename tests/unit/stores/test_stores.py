@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ from tests.unit.stores.suite import ObjectStoreSuite, pattern
 REAL = servers.real_server()
 
 
-@pytest.fixture(params=[FastClient, SdkClient])
+@pytest.fixture(
+    params=[FastClient, partial(FastClient, threads=3), SdkClient],
+    ids=["fast", "fast in threads", "SDK"],
+)
 def client(request: pytest.FixtureRequest) -> Any:
     return request.param
 

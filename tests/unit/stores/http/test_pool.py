@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.place import Place
 from s3kv.stores.http.exchange import Request, Response
 from s3kv.stores.http.pool import Pool
+from s3kv.stores.http.threads import ThreadedPool
 from s3kv.stores.http.watch import Patience
 from s3kv.stores.store import Claim
 from tests import servers
@@ -39,11 +40,26 @@ def patience(**changed: int) -> Patience:
     return Patience(**{**usual, "min_bytes_per_s": 1000, **changed})
 
 
+@pytest.fixture(params=[False, True], ids=["here", "in a thread"], autouse=True)
+def in_a_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether a thread of its own serves the connections."""
+    global IN_A_THREAD
+    IN_A_THREAD = request.param
+    yield
+    IN_A_THREAD = False
+
+
+IN_A_THREAD = False
+
+
 @asynccontextmanager
-async def pool_on(*handlers: servers.Handler, size: int = 4, **waiting: int) -> AsyncIterator[Pool]:
+async def pool_on(
+    *handlers: servers.Handler, size: int = 4, **waiting: int
+) -> AsyncIterator[Pool | ThreadedPool]:
     """A pool on a server whose n-th connection is served by the n-th handler (then the last)."""
     async with servers.scripted_server(*handlers) as port:
-        pool = Pool("127.0.0.1", port, tls=None, size=size, patience=patience(**waiting))
+        alone = Pool("127.0.0.1", port, tls=None, size=size, patience=patience(**waiting))
+        pool = ThreadedPool([alone]) if IN_A_THREAD else alone
         try:
             yield pool
         finally:
@@ -147,6 +163,7 @@ async def silence(reader: Reader, writer: Writer) -> None:
     await reader.read()
 
 
+@pytest.mark.parametrize("in_a_thread", [False], indirect=True)
 @pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="Linux alone tells")
 async def test_a_head_without_its_body_is_acknowledged_at_once() -> None:
     """Or a server with Nagle's algorithm on would keep the body back for 40 ms: of a connection on

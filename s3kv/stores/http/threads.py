@@ -1,0 +1,89 @@
+"""A pool whose connections are served by several threads, each with an event loop of its own.
+
+One event loop moves 2.5 GB/s, and less with TLS, while the network of a host with GPUs carries ten
+times that. Loops receive, send and decrypt without the GIL, so several of them add up (decision
+31). What decides stays on the caller's loop: retries, hedging, window, signatures, digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from s3kv.errors import StoreError
+from s3kv.stores.http.exchange import Request, Response
+from s3kv.stores.http.pool import Pool
+from s3kv.stores.lanes import ended
+
+_T = TypeVar("_T")
+
+_MOST_THREADS = 4
+_CORES_OF_A_THREAD = 4
+"""Cores of the host for each thread: the engine needs most of them."""
+NETWORK_THREADS = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // _CORES_OF_A_THREAD))
+
+
+class ThreadedPool:
+    """Pools to one origin, each on a thread of its own. Belongs to the asyncio loop that makes it;
+    that of a thread is of the same kind."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        new_loop = type(asyncio.get_running_loop())
+        self._threads = [_Thread(pool, new_loop()) for pool in pools]
+
+    async def request(self, request: Request) -> Response:
+        """Send `request` by the pool with the fewest requests, as `Pool.request` does. `claim` is
+        called in the thread of that pool."""
+        if not self._threads:
+            raise StoreError("this store has been closed")
+        thread = min(self._threads, key=lambda thread: thread.requests)
+        thread.requests += 1
+        try:
+            return await thread.run(thread.pool.request(request))
+        finally:
+            thread.requests -= 1
+
+    async def close(self) -> None:
+        """End all connections and threads. Requests in use raise. Idempotent."""
+        threads, self._threads = self._threads, []
+        await asyncio.gather(*(thread.close() for thread in threads))
+
+
+class _Thread:
+    """An event loop on a daemon thread, and the pool that it serves. requests: under way."""
+
+    def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
+        self.pool = pool
+        self.requests = 0
+        self._loop = loop
+        self._thread = threading.Thread(target=loop.run_forever, name="s3kv-network", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await `work` on this thread's loop. It has ended when this ends, however it ends; if this
+        is cancelled, so is `work`."""
+        here = asyncio.get_running_loop()
+        over: asyncio.Future[None] = here.create_future()
+        tasks: list[asyncio.Task[_T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: here.call_soon_threadsafe(over.set_result, None))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            await asyncio.shield(over)
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await ended([over])
+            raise
+        return tasks[0].result()
+
+    async def close(self) -> None:
+        await self.run(self.pool.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,83 @@
+"""Pools on threads of their own. What a pool promises, test_pool.py tests on one of them, too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from s3kv.place import Place
+from s3kv.stores.http import threads
+from s3kv.stores.http.exchange import Request
+from s3kv.stores.http.pool import Pool
+from s3kv.stores.http.threads import NETWORK_THREADS, ThreadedPool
+from tests import servers
+from tests.unit.stores.http.test_pool import GET, Reader, Writer, ok, patience
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "s3kv-network"]
+
+
+def threaded(port: int, count: int) -> ThreadedPool:
+    def pool() -> Pool:
+        return Pool("127.0.0.1", port, tls=None, size=2, patience=patience())
+
+    return ThreadedPool([pool() for _ in range(count)])
+
+
+def test_a_small_host_has_one_thread_and_none_has_many() -> None:
+    assert 1 <= NETWORK_THREADS <= threads._MOST_THREADS
+
+
+async def test_requests_at_once_are_served_by_several_threads_which_end_with_the_pool() -> None:
+    claimed: list[int] = []
+
+    async def handle(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ok(b"abc"))
+
+    def claim() -> bool:
+        claimed.append(threading.get_ident())
+        return True
+
+    async with servers.scripted_server(handle) as port:
+        pool = threaded(port, 3)
+        assert len(names()) == 3
+        into = [bytearray(3) for _ in range(3)]
+        asked = [replace(GET, into=Place.of(buffer), claim=claim) for buffer in into]
+        answers = await asyncio.gather(*(pool.request(request) for request in asked))
+        assert [answer.nbytes for answer in answers] == [3, 3, 3]
+        assert into == [b"abc"] * 3
+        assert len({*claimed, threading.get_ident()}) == 4
+        await pool.close()
+    assert names() == []
+
+
+@pytest.mark.parametrize("part", [b"", b"a"])
+async def test_a_cancelled_request_has_ended_when_its_caller_goes_on(part: bytes) -> None:
+    arrived, gone = asyncio.Event(), asyncio.Event()
+
+    async def handle(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ok(b"abc")[:-3] + part)
+        arrived.set()
+        await reader.read()
+        gone.set()
+        writer.write(b"bc")
+
+    buffer = bytearray(3)
+    async with servers.scripted_server(handle) as port:
+        pool = threaded(port, 2)
+        request: Request = replace(GET, into=Place.of(buffer))
+        asking = asyncio.create_task(pool.request(request))
+        await arrived.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        buffer[:] = b"new"
+        await gone.wait()
+        await pool.close()
+    assert buffer == b"new"
