@@ -33,6 +33,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
         "s3kv/planning",
         "s3kv/upkeep/cleaner.py",
         "s3kv/upkeep/refreshing.py",
+        "s3kv/upkeep/ages.py",
         "s3kv/upkeep/sweep.py",
     ),
 }

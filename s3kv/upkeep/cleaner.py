@@ -201,9 +201,7 @@ class Cleaner:
         if self.max_bytes and left_bytes > _FULL * self.max_bytes and run.oldest_s is not None:
             stays_s.append(max(SWEEP_MIN_S, now_s - run.oldest_s))
         self._refresh_after_s = min(stays_s) / REFRESHED if stays_s else None
-        found_bytes = left_bytes + run.deleted_bytes
-        pause_s = SWEEP_MIN_S if run.is_partial else self._pause_s(found_bytes)
-        self._next_sweep_s = self.clock() + pause_s
+        self._next_sweep_s = self.clock() + self._pause_s(left_bytes + run.deleted_bytes)
         self._left_bytes, self._left_s = left_bytes, self.clock()
         if not await self._hold():
             raise LeaseLost("another process holds the lease")

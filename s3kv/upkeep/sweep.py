@@ -5,7 +5,6 @@ because an engine that has replaced it since has use for it: the deletion depend
 the server knows such conditions. Deleting an object that was wanted after all costs an engine one
 request that finds nothing, and computing it again.
 
-A refresh is a write, so the order is least recently used first, as exact as refreshes are frequent.
 A namespace's manifest and shapes go when the namespace holds nothing any more.
 """
 
@@ -14,19 +13,48 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.objects.keys import Namespace
 from s3kv.stores.store import MAX_BATCH, ObjectInfo, ObjectStore
+from s3kv.upkeep.ages import Ages, Cut
 from s3kv.upkeep.listing import chunks, owned, tried
 
-MOST_DELETED = 100_000
-"""Most objects that one run deletes: those written longest ago, which are kept in mind while the
-bucket is listed, 0.5 KiB each. They are a twentieth of two million objects."""
+REMEMBERED = 100_000
+"""Most of the oldest objects that are kept in mind while a bucket is listed, of 0.5 KiB each. If
+all that are to go are among them, it is listed once instead of twice: one listing is enough for a
+twentieth of two million objects."""
 _CHECK_EVERY = 1000
 Victim = tuple[Namespace, ObjectInfo]
-_Aged = tuple[float, str, Namespace, ObjectInfo]
+
+
+class Oldest:
+    """The `REMEMBERED` objects written longest ago of all that were added."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str, Namespace, ObjectInfo]] = []
+        """The newest first."""
+        self._left_out_s = math.inf
+        """Last write of the oldest object that was added and is not held."""
+
+    def add(self, namespace: Namespace, info: ObjectInfo) -> None:
+        entry = (-info.modified_s, info.key, namespace, info)
+        if len(self._heap) < REMEMBERED:
+            heapq.heappush(self._heap, entry)
+            return
+        newest = heapq.heappushpop(self._heap, entry)
+        self._left_out_s = min(self._left_out_s, -newest[0])
+
+    def has_all(self, cut: Cut) -> bool:
+        """Whether every object that the cut may take is held."""
+        return self._left_out_s >= cut.second + (cut.nbytes > 0)
+
+    def taken(self, cut: Cut) -> Iterator[Victim]:
+        """The objects that the cut takes."""
+        for _, _, namespace, info in self._heap:
+            if cut.takes(info.modified_s, info.nbytes):
+                yield namespace, info
 
 
 @dataclass(slots=True)
@@ -51,58 +79,61 @@ class Sweep:
     deleted_bytes: int = field(default=0, init=False)
     kept_bytes: int = field(default=0, init=False)
     oldest_s: float | None = field(default=None, init=False)
-    """Last write of the oldest object that the run leaves; None if it leaves none."""
-    is_partial: bool = field(default=False, init=False)
-    """Whether it may leave objects that should go: there are more than `MOST_DELETED`."""
+    """Last write of the oldest object that the run leaves, to the second; None if it leaves none.
+    """
     _kept: Counter[Namespace] = field(default_factory=Counter, init=False)
     """Objects in each namespace."""
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
     """By namespace, its manifest and its shapes."""
-    _oldest: list[tuple[float, str, Namespace, ObjectInfo]] = field(
-        default_factory=list, init=False
-    )
-    """Heap of the objects written longest ago, the newest first."""
+    _oldest: Oldest = field(default_factory=Oldest, init=False)
 
     async def run(self) -> None:
         """Run the sweep. Raises `StoreError`."""
-        going = await self._survey()
-        for at in range(0, len(going), MAX_BATCH):
-            await self._delete(going[at : at + MAX_BATCH])
-        until_s = max(self.before_s, *(info.modified_s + 1 for _, info in going[-1:]), 0.0)
+        cut = await self._survey()
+        second = cut.second
+        batch: list[Victim] = []
+        async for victim in self._victims(cut):
+            batch.append(victim)
+            if len(batch) == MAX_BATCH:
+                await self._delete(batch)
+                batch.clear()
+        await self._delete(batch)
         for namespace, signs in self._signs.items():
-            if max(sign.modified_s for sign in signs) < until_s:
+            if max(sign.modified_s for sign in signs) < second + 1:
                 await self._delete_signs(namespace, signs)
 
-    async def _survey(self) -> list[Victim]:
-        """Count everything. Returns the objects to delete, those written longest ago first."""
-        seen = 0
+    async def _survey(self) -> Cut:
+        """Count everything, and decide which age is too old."""
+        ages = Ages()
         async for namespace, address, info in owned(self.store, self.prefix):
             if address is None:
                 self._signs.setdefault(namespace, []).append(info)
                 continue
-            push = heapq.heappush if len(self._oldest) < MOST_DELETED else heapq.heappushpop
-            push(self._oldest, (-info.modified_s, info.key, namespace, info))
+            ages.add(info.modified_s, info.nbytes)
+            self._oldest.add(namespace, info)
             self._kept[namespace] += 1
             self.kept_bytes += info.nbytes
+            if self._kept.total() % _CHECK_EVERY == 0:
+                await self.checkpoint()
+        cut = ages.cut(max_bytes=self.max_bytes, before_s=self.before_s)
+        if cut.second + (cut.nbytes > 0) > self.spare_s:
+            cut = Cut(math.floor(self.spare_s))
+        self.oldest_s = ages.oldest_s(cut)
+        return cut
+
+    async def _victims(self, cut: Cut) -> AsyncIterator[Victim]:
+        """The objects to delete."""
+        if self._oldest.has_all(cut):
+            for victim in self._oldest.taken(cut):
+                yield victim
+            return
+        seen = 0
+        async for address, info in chunks(self.store, self.prefix):
             seen += 1
             if seen % _CHECK_EVERY == 0:
                 await self.checkpoint()
-        return list(self._going(sorted(self._oldest, reverse=True)))
-
-    def _going(self, oldest: Sequence[_Aged]) -> Iterator[Victim]:
-        """Of these objects, those to delete."""
-        excess = 0 if self.max_bytes is None else self.kept_bytes - self.max_bytes
-        spare_s = math.floor(min(self.spare_s, 2**53))  # listings may give whole seconds
-        for _, _, namespace, info in oldest:
-            self.oldest_s = info.modified_s
-            wanted = info.modified_s < self.before_s or excess > 0
-            if not wanted or info.modified_s >= spare_s:
-                return
-            excess -= info.nbytes
-            yield namespace, info
-        self.is_partial = self._kept.total() > len(oldest)
-        if not self.is_partial:
-            self.oldest_s = None
+            if cut.takes(info.modified_s, info.nbytes):
+                yield address.namespace, info
 
     async def _delete(self, victims: Sequence[Victim]) -> None:
         stayed = await self._delete_unchanged([info for _, info in victims])

@@ -16,6 +16,7 @@ from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.types import ChunkKey, Outcome
 from s3kv.upkeep import cleaner as cleaning
 from s3kv.upkeep import listing, sweep
+from s3kv.upkeep.ages import Cut
 from s3kv.upkeep.cleaner import Cleaner, Lease
 from s3kv.upkeep.refreshing import Refresher
 from s3kv.upkeep.sweep import Sweep
@@ -68,7 +69,7 @@ def deletes_what_is_almost_old(patch: Patch) -> None:
 
 
 def spares(patch: Patch, less_s: float) -> None:
-    async def careless(self: Sweep) -> list[sweep.Victim]:
+    async def careless(self: Sweep) -> Cut:
         self.spare_s += less_s
         return await survey(self)
 

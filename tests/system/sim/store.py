@@ -16,7 +16,6 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable, StoreUnranged
@@ -292,7 +291,11 @@ class Connection:
 
     async def head(self, key: str) -> ObjectInfo | None:
         """It need not belong to a job that moves the object, and so is none of its answers."""
-        await self._upkeep("get", key, notes=False)
+        try:
+            await self._begin("get", key, notes=False)
+        except PlannedDefect as error:
+            # A defect would end all looks at objects in use, and not one alone.
+            raise StoreUnavailable("the bucket is away") from error
         info = await self._bucket.objects.head(key)
         self.looks[key] = "missing" if info is None else "exists"
         return info
@@ -304,15 +307,8 @@ class Connection:
                 self._bucket.accuse(f"{key} is deleted, and not by a sweep")
             return await self._bucket.objects.delete(key, if_etag=if_etag)
 
-    async def _upkeep(self, verb: str, key: str, **options: Any) -> None:
-        """Begin a request of no job. A defect would end all upkeep of its kind, not it alone."""
-        try:
-            await self._begin(verb, key, **options)
-        except PlannedDefect as error:
-            raise StoreUnavailable("the bucket is away") from error
-
     async def refresh(self, key: str, modified_s: float) -> bool:
-        await self._upkeep("put", key)
+        await self._begin("put", key)
         self._bucket.seen["refreshes"] += 1
         return await self._bucket.objects.refresh(key, modified_s)
 

@@ -188,30 +188,34 @@ async def test_it_gets_through_a_bucket_that_stumbles(monkeypatch: pytest.Monkey
     assert bucket._objects.keys() == {chunk(OLD, number) for number in range(150, 200)}
 
 
-@pytest.mark.parametrize(("most", "deleted"), [(1, 1), (5, 5), (6, 6), (10, 6), (100, 6)])
-async def test_one_run_lists_once_and_deletes_no_more_than_it_remembers(
-    most: int, deleted: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("remembered", "listings"), [(0, 2), (5, 2), (6, 1), (10, 1), (100, 1)])
+async def test_what_is_remembered_is_not_listed_again(
+    remembered: int, listings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "MOST_DELETED", most)
+    monkeypatch.setattr(sweeping, "REMEMBERED", remembered)
     bucket = Bucket()
     await bucket.fill(OLD, range(0, 10, 2))
     await bucket.fill(NEW, range(1, 10, 2))
     run = await sweep(bucket, max_bytes=400)
-    assert bucket.asked["list"] == 1
-    assert await bucket.keys() == {chunk((OLD, NEW)[n % 2], n) for n in range(deleted, 10)}
-    assert (run.deleted_objects, run.kept_bytes) == (deleted, 1000 - 100 * deleted)
-    assert run.is_partial == (most < 10 and most == deleted)
+    assert bucket.asked["list"] == listings
+    assert await bucket.keys() == {chunk((OLD, NEW)[n % 2], n) for n in range(6, 10)}
+    assert (run.deleted_objects, run.kept_bytes) == (6, 400)
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_the_oldest_go_and_no_more_than_must(seed: int) -> None:
+async def test_what_is_remembered_makes_no_difference(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
-    bucket, lengths = Bucket(), [rng.randrange(1, 100) for _ in range(30)]
-    await bucket.fill(OLD, [])
-    for number, nbytes in enumerate(lengths):
-        await bucket.fill(OLD, [number], nbytes)
-    max_bytes, before = rng.randrange(sum(lengths)), rng.randrange(30)
-    run = await sweep(bucket, max_bytes=max_bytes, before_s=1e9 + before)
-    first = next(n for n in range(31) if n >= before and sum(lengths[n:]) <= max_bytes)
-    assert await bucket.keys() == {chunk(OLD, number) for number in range(first, 30)}
-    assert run.oldest_s == (1e9 + first if first < 30 else None)
+    numbers = [rng.randrange(20) for _ in range(30)]
+    left = []
+    for remembered in (0, rng.randrange(1, 30)):
+        bucket = Bucket()
+        for place, number in enumerate(numbers):
+            bucket.now_s = 1e9 + number + place / 100
+            await bucket.write(chunk((OLD, NEW)[place % 2], place), b"x" * 100)
+        options = {"max_bytes": 100 * (seed % 20), "spare_s": 1e9 + 15}
+        monkeypatch.setattr(sweeping, "REMEMBERED", remembered)
+        await sweep(bucket, **options)
+        left.append(len(await bucket.keys()))
+    assert left[0] == left[1]

@@ -1,0 +1,50 @@
+"""Where to cut, against sorting everything."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from s3kv.upkeep.ages import Ages
+
+
+def counted(objects: list[tuple[float, int]]) -> Ages:
+    ages = Ages()
+    for modified_s, nbytes in objects:
+        ages.add(modified_s, nbytes)
+    return ages
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_oldest_go_and_no_more_than_must(seed: int) -> None:
+    rng = random.Random(seed)  # replay: the seed is the test's parameter
+    span_s = rng.choice([3, 30, 3000])
+    objects = [(1e9 + rng.uniform(0, span_s), rng.randrange(1, 100)) for _ in range(200)]
+    total = sum(nbytes for _, nbytes in objects)
+    ages = counted(objects)
+    max_bytes = rng.randrange(2 * total)
+    before_s = rng.choice([0.0, 1e9 + rng.uniform(0, span_s)])
+    cut = ages.cut(max_bytes=max_bytes, before_s=before_s)
+    rng.shuffle(objects)
+    gone = [o for o in objects if cut.takes(*o)]
+    kept = [o for o in objects if o not in gone]
+    left = sum(nbytes for _, nbytes in kept)
+    assert left <= max_bytes
+    assert all(modified_s >= int(before_s) for modified_s, _ in kept)
+    if gone and kept:
+        assert int(max(gone)[0]) <= int(min(kept)[0])
+    # Whatever went last, without it there would be too much.
+    in_budget = [o for o in gone if o[0] >= int(before_s)]
+    if in_budget:
+        newest = max(int(modified_s) for modified_s, _ in in_budget)
+        last = [nbytes for modified_s, nbytes in in_budget if int(modified_s) == newest]
+        assert left + max(last) > max_bytes
+
+
+def test_of_one_second_only_as_much_as_must() -> None:
+    ages = counted([(1e9 + i / 10, 10) for i in range(10)])
+    for limits, gone in (({}, 0), ({"max_bytes": 100}, 0), ({"max_bytes": 75}, 3)):
+        cut = ages.cut(**limits)
+        taken = [cut.takes(1e9 + i / 10, 10) for i in range(10)]
+        assert taken == [True] * gone + [False] * (10 - gone)
