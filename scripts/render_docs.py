@@ -81,11 +81,9 @@ clock, path style only, no conditional PUT, checksums refused, no server. `test_
 shows its findings on the host. The slab is a memory file, so `/dev/shm` matters only to vLLM's own
 queues and to its `OffloadingConnector`.
 
-`verify` verifies objects by their keys and the settings, and takes only the tensors from their
-headers. An engine treats an object that `verify` refuses as a miss. It calls an object damaged if
-two readings were wrong, and names objects of another secret or integrity mode and leaves them alone
-(`tests/unit/cli/test_verify.py`). An object is a safetensors file: any program that reads these
-shows its numbers.
+`verify` verifies an object by its key and the settings, and takes only the tensors from its
+header. An engine treats an object that `verify` refuses as a miss. An object is a safetensors
+file: any program that reads these shows its numbers.
 
 `serve` replaces itself with vLLM's server, so signals and the exit code are vLLM's. It needs vLLM
 in the same environment, but does not import it: vLLM's version says whether it is a build for CPUs,
@@ -116,7 +114,19 @@ llm.generate(prompts, vllm.SamplingParams(max_tokens=1))
 Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
 same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.
 
-`ls` and `verify` list the bucket 1,000 objects per request, and resume where a
+`verify` does the same for many objects. It calls an object damaged if two readings were wrong. It
+names objects of another secret or integrity mode and leaves them alone
+(`tests/unit/cli/test_verify.py`).
+
+`gc` deletes an object only if it is still the one it has listed: it checks Last-Modified and ETag
+right before the deletion, and makes the deletion conditional on the ETag if the server supports
+that. Objects that an engine refreshes, replaces or writes meanwhile stay. An engine that still
+wanted a deleted object gets one 404 and computes it again (`tests/unit/cli/test_gc.py`). `gc` holds
+only the keys of the objects to delete in memory, about 0.5 GB for a million. Before it deletes more
+than half of the bytes it asks; without a terminal, as in a cron job, it then deletes nothing and
+exits with 2, unless `--yes` is given.
+
+`ls`, `gc` and `verify` list the bucket 1,000 objects per request, and resume where a
 listing broke off. They see only chunks and items under the prefix; if there are none, they say on
 stderr what lies next to it. On a terminal, long work shows its rate and, where its end is known,
 the time left.

@@ -8,6 +8,7 @@ from s3kv import __version__
 from s3kv.cli.configure import configure
 from s3kv.cli.cost import cost
 from s3kv.cli.doctor.command import doctor
+from s3kv.cli.gc import gc
 from s3kv.cli.invocation import EPILOG
 from s3kv.cli.ls import ls
 from s3kv.cli.prove import prove
@@ -26,5 +27,5 @@ def cli() -> None:
     """
 
 
-for command in (configure, cost, doctor, ls, prove, serve, verify):
+for command in (configure, cost, doctor, gc, ls, prove, serve, verify):
     cli.add_command(command)

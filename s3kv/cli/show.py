@@ -21,12 +21,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from s3kv.config import size as size
+from s3kv.upkeep.sweep import Report as Report
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 Cell = str | Text
-Report = Callable[[str, int, int | None], None]
-"""Called with the activity, the number of things done, and their total (None if not known)."""
 
 
 def numbers(*names: str) -> list[Column]:

@@ -43,6 +43,10 @@ class Ages:
         """Count one object. modified_s: last write, seconds since the epoch."""
         self._bytes[math.floor(modified_s)] += nbytes
 
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.total()
+
     def cut(self, *, max_bytes: int | None = None, before_s: float = 0.0) -> Cut:
         """The cut that evicts objects last written before `before_s` (seconds since the epoch), and
         then the oldest of the rest until at most `max_bytes` are left (None: no limit)."""
@@ -59,6 +63,11 @@ class Ages:
             excess -= self._bytes[at]
             second = at + 1
         return Cut(second)
+
+    def taken(self, cut: Cut) -> int:
+        """Bytes that the cut evicts, about: it may take one object more of its own second."""
+        before = sum(nbytes for at, nbytes in self._bytes.items() if at < cut.second)
+        return before + min(max(cut.nbytes, 0), self._bytes.get(cut.second, 0))
 
     def oldest_s(self, cut: Cut) -> float | None:
         """Second of the oldest object that the cut leaves; None if it leaves none."""

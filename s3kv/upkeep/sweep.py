@@ -1,9 +1,10 @@
 """Sweep of a bucket: deletes the objects used longest ago, to keep to a budget.
 
 Engines may write meanwhile. An object is deleted only if it is still the one that was listed,
-because an engine that has replaced it since has use for it: the deletion depends on its ETag, if
-the server knows such conditions. Deleting an object that was wanted after all costs an engine one
-request that finds nothing, and computing it again.
+because an engine that has refreshed or replaced it since has use for it. So a HEAD may look at it
+once more right before, and the deletion depends on its ETag, if the server knows such conditions.
+Deleting an object that was wanted after all costs an engine one request that finds nothing, and
+computing it again.
 
 A namespace's manifest and shapes go when the namespace holds nothing any more.
 """
@@ -12,21 +13,44 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.objects.keys import Namespace
+from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import MAX_BATCH, ObjectInfo, ObjectStore
 from s3kv.upkeep.ages import Ages, Cut
 from s3kv.upkeep.listing import chunks, owned, tried
 
+HEADS_AT_ONCE = 32
 REMEMBERED = 100_000
 """Most of the oldest objects that are kept in mind while a bucket is listed, of 0.5 KiB each. If
 all that are to go are among them, it is listed once instead of twice: one listing is enough for a
 twentieth of two million objects."""
-_CHECK_EVERY = 1000
-Victim = tuple[Namespace, ObjectInfo]
+_REPORT_EVERY = 1000
+Report = Callable[[str, int, int | None], None]
+"""Called with the activity, the number of things done, and their total (None if not known)."""
+
+
+async def _go_on() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Swept:
+    """The result for one namespace. Bytes and objects are those of chunks and items.
+
+    changed: objects that were to go but stay, because they have been written since they were
+    listed; part of those kept.
+    """
+
+    digest: str
+    deleted_objects: int = 0
+    deleted_bytes: int = 0
+    kept_objects: int = 0
+    kept_bytes: int = 0
+    changed: int = 0
+    manifest_deleted: bool = False
 
 
 class Oldest:
@@ -50,7 +74,7 @@ class Oldest:
         """Whether every object that the cut may take is held."""
         return self._left_out_s >= cut.second + (cut.nbytes > 0)
 
-    def taken(self, cut: Cut) -> Iterator[Victim]:
+    def taken(self, cut: Cut) -> Iterator[tuple[Namespace, ObjectInfo]]:
         """The objects that the cut takes."""
         for _, _, namespace, info in self._heap:
             if cut.takes(info.modified_s, info.nbytes):
@@ -59,39 +83,50 @@ class Oldest:
 
 @dataclass(slots=True)
 class Sweep:
-    """One run over the bucket. Belongs to one asyncio loop. The counts are those of chunks and
-    items so far, even if `run` has raised.
+    """One run over the bucket. Belongs to one asyncio loop. `namespaces` holds the results so far,
+    even if `run` has raised.
 
     Times are seconds since the epoch. max_bytes: the most that may be left; None for no limit.
-    before_s: objects last written before this go. spare_s: objects last written since then stay. An
-    object that was refreshed after it was listed may go.
+    before_s: objects last written before this go. spare_s: objects last written since then stay.
+    look_again: look at each object with a HEAD right before it is deleted. Without it an object
+    that was refreshed after it was listed may go.
+    dry_run: count the objects that would go, and delete none.
+    approve: called with the bytes that are to go and with all bytes, before any object is deleted;
+    an error that it raises ends the run.
     checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to
     delete; an error that it raises ends the run.
     """
 
     store: ObjectStore
     prefix: str
-    checkpoint: Callable[[], Awaitable[None]]
     max_bytes: int | None = None
     before_s: float = 0.0
     spare_s: float = math.inf
-    deleted_objects: int = field(default=0, init=False)
-    deleted_bytes: int = field(default=0, init=False)
-    kept_bytes: int = field(default=0, init=False)
+    look_again: bool = True
+    dry_run: bool = False
+    on_progress: Report = lambda what, done, total: None
+    approve: Callable[[int, int], None] = lambda going, held: None
+    checkpoint: Callable[[], Awaitable[None]] = _go_on
+    namespaces: dict[str, Swept] = field(default_factory=dict, init=False)
     oldest_s: float | None = field(default=None, init=False)
     """Last write of the oldest object that the run leaves, to the second; None if it leaves none.
     """
-    _kept: Counter[Namespace] = field(default_factory=Counter, init=False)
-    """Objects in each namespace."""
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
     """By namespace, its manifest and its shapes."""
     _oldest: Oldest = field(default_factory=Oldest, init=False)
+
+    @property
+    def total(self) -> Swept:
+        """The sums over all namespaces so far."""
+        counts = ("deleted_objects", "deleted_bytes", "kept_objects", "kept_bytes", "changed")
+        done = self.namespaces.values()
+        return Swept("total", **{name: sum(getattr(one, name) for one in done) for name in counts})
 
     async def run(self) -> None:
         """Run the sweep. Raises `StoreError`."""
         cut = await self._survey()
         second = cut.second
-        batch: list[Victim] = []
+        batch: list[tuple[Swept, ObjectInfo]] = []
         async for victim in self._victims(cut):
             batch.append(victim)
             if len(batch) == MAX_BATCH:
@@ -104,58 +139,88 @@ class Sweep:
 
     async def _survey(self) -> Cut:
         """Count everything, and decide which age is too old."""
-        ages = Ages()
+        ages, objects = Ages(), 0
         async for namespace, address, info in owned(self.store, self.prefix):
+            swept = self._swept(namespace)
             if address is None:
                 self._signs.setdefault(namespace, []).append(info)
                 continue
             ages.add(info.modified_s, info.nbytes)
             self._oldest.add(namespace, info)
-            self._kept[namespace] += 1
-            self.kept_bytes += info.nbytes
-            if self._kept.total() % _CHECK_EVERY == 0:
+            swept.kept_objects += 1
+            swept.kept_bytes += info.nbytes
+            objects += 1
+            if objects % _REPORT_EVERY == 0:
+                self.on_progress("counting", objects, None)
                 await self.checkpoint()
         cut = ages.cut(max_bytes=self.max_bytes, before_s=self.before_s)
         if cut.second + (cut.nbytes > 0) > self.spare_s:
             cut = Cut(math.floor(self.spare_s))
+        self.approve(ages.taken(cut), ages.nbytes)
         self.oldest_s = ages.oldest_s(cut)
         return cut
 
-    async def _victims(self, cut: Cut) -> AsyncIterator[Victim]:
-        """The objects to delete."""
+    async def _victims(self, cut: Cut) -> AsyncIterator[tuple[Swept, ObjectInfo]]:
+        """The objects to delete, each with the result it counts for."""
         if self._oldest.has_all(cut):
-            for victim in self._oldest.taken(cut):
-                yield victim
+            for namespace, info in self._oldest.taken(cut):
+                yield self._swept(namespace), info
             return
+        objects = sum(swept.kept_objects for swept in self.namespaces.values())
         seen = 0
         async for address, info in chunks(self.store, self.prefix):
             seen += 1
-            if seen % _CHECK_EVERY == 0:
+            if seen % _REPORT_EVERY == 0:
+                self.on_progress("deleting", min(seen, objects), objects)
                 await self.checkpoint()
             if cut.takes(info.modified_s, info.nbytes):
-                yield address.namespace, info
+                yield self._swept(address.namespace), info
 
-    async def _delete(self, victims: Sequence[Victim]) -> None:
-        stayed = await self._delete_unchanged([info for _, info in victims])
-        for namespace, info in victims:
-            if info.key not in stayed:
-                self.deleted_objects += 1
-                self.deleted_bytes += info.nbytes
-                self.kept_bytes -= info.nbytes
-                self._kept[namespace] -= 1
+    def _swept(self, namespace: Namespace) -> Swept:
+        return self.namespaces.setdefault(namespace.digest, Swept(namespace.digest))
+
+    async def _delete(self, victims: Sequence[tuple[Swept, ObjectInfo]]) -> None:
+        stayed = set() if self.dry_run else await self._delete_unchanged([i for _, i in victims])
+        for swept, info in victims:
+            if info.key in stayed:
+                swept.changed += 1
+                continue
+            swept.deleted_objects += 1
+            swept.deleted_bytes += info.nbytes
+            swept.kept_objects -= 1
+            swept.kept_bytes -= info.nbytes
 
     async def _delete_unchanged(self, objects: Sequence[ObjectInfo]) -> Collection[str]:
         """Delete the objects that are still those listed. Returns the keys of the others."""
+        stayed: set[str] = set()
+
+        async def look(_: int, listed: ObjectInfo) -> None:
+            now = await tried(lambda: self.store.head(listed.key))
+            # A HEAD gives whole seconds, a listing may give fractions. What is gone may go.
+            if now is not None and (int(now.modified_s), now.etag) != (
+                int(listed.modified_s),
+                listed.etag,
+            ):
+                stayed.add(listed.key)
+
+        if self.look_again:
+            await in_lanes(HEADS_AT_ONCE, in_turn(objects), look)
+        going = [info for info in objects if info.key not in stayed]
 
         async def delete() -> Sequence[str]:
             await self.checkpoint()
-            return await self.store.delete_many(objects)
+            return await self.store.delete_many(going)
 
-        return set(await tried(delete)) if objects else ()
+        if going:
+            stayed |= set(await tried(delete))
+        return stayed
 
     async def _delete_signs(self, namespace: Namespace, signs: Sequence[ObjectInfo]) -> None:
-        if self._kept[namespace] > 0:
+        swept = self._swept(namespace)
+        if swept.kept_objects > 0:
             return
-        async for _ in chunks(self.store, self.prefix, namespace.root):
-            return  # a chunk was written meanwhile
-        await self._delete_unchanged(signs)
+        if not self.dry_run:
+            async for _ in chunks(self.store, self.prefix, namespace.root):
+                return  # a chunk was written meanwhile
+            await self._delete_unchanged(signs)
+        swept.manifest_deleted = True

@@ -233,7 +233,7 @@ class BucketExamination:
             self._note("delete", "fault", told, remedy_for(error, "", ""))
             return False
         allow = f"allow s3:DeleteObject on {self._resource()}"
-        remedy = f"{allow}, for bucket_bytes and `s3kv verify --delete`; otherwise leave it"
+        remedy = f"{allow}, for `s3kv gc` and `s3kv verify --delete`; otherwise leave it"
         bounds = [name for name in ("bucket_bytes", "bucket_idle_s") if getattr(config, name)]
         if bounds:
             told += f". This engine cannot enforce {' and '.join(bounds)}"

@@ -25,4 +25,5 @@ def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
         "ls --summary": ["ls", "--summary", *bucket],
         "serve": ["serve", str(folder), "--print", *bucket],
         "verify": ["verify", *bucket],
+        "gc": ["gc", "--older-than", "1h", *bucket],  # nothing is that old
     }

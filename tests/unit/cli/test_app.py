@@ -18,7 +18,7 @@ from tests.project import ROOT
 from tests.unit.cli.commands import prepare
 from tests.unit.cli.conftest import refused
 
-COMMANDS = {"config", "cost", "doctor", "ls", "prove", "serve", "verify"}
+COMMANDS = {"config", "cost", "doctor", "gc", "ls", "prove", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
 
 
@@ -54,6 +54,7 @@ def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> N
     needed = {
         "prove": ["model"],
         "serve": ["model"],
+        "gc": ["--max-bytes", "1GiB"],
     }
     refused(CliRunner().invoke(cli, [name, *needed.get(name, [])]), "bucket is missing")
 

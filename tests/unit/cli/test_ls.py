@@ -17,6 +17,7 @@ from tests.unit.cli.conftest import Run, refused
 HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256}
 FULL = {"model": {"name": "m@main", "dtype": "float"}, "chunk_tokens": 256}
 HALVES, FULLS = (Namespace("s3kv", fingerprint_digest(f)) for f in (HALF, FULL))
+GC = ("gc", "--max-bytes", "0")
 NAMELESS = Namespace("s3kv", "f" * 32)
 
 
@@ -116,7 +117,7 @@ def test_an_empty_prefix(run: Run) -> None:
         assert (result.exit_code, result.stdout) == (0, ""), "no table without a row"
 
 
-@pytest.mark.parametrize("command", [("ls",), ("ls", "--summary"), ("verify",)])
+@pytest.mark.parametrize("command", [("ls",), ("ls", "--summary"), ("verify",), GC])
 def test_what_lies_next_to_a_mistyped_prefix_is_told(run: Run, command: tuple[str, ...]) -> None:
     result = run(*command, "--prefix", "s3kw", "--json")
     assert result.exit_code == 0

@@ -35,7 +35,7 @@ class Objects:
         return [one["LastModified"] for one in found]
 
     def delete(self) -> None:
-        """What a lifecycle rule does, or a cleaner."""
+        """What a lifecycle rule does, or a cleaner, or `s3kv gc`."""
         for one in self._client.list_objects_v2(Bucket=BUCKET, Prefix=self._prefix)["Contents"]:
             if one["Key"].endswith(".safetensors"):
                 self._client.delete_object(Bucket=BUCKET, Key=one["Key"])

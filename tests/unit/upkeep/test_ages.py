@@ -23,6 +23,7 @@ def test_the_oldest_go_and_no_more_than_must(seed: int) -> None:
     objects = [(1e9 + rng.uniform(0, span_s), rng.randrange(1, 100)) for _ in range(200)]
     total = sum(nbytes for _, nbytes in objects)
     ages = counted(objects)
+    assert ages.nbytes == total
     max_bytes = rng.randrange(2 * total)
     before_s = rng.choice([0.0, 1e9 + rng.uniform(0, span_s)])
     cut = ages.cut(max_bytes=max_bytes, before_s=before_s)
@@ -48,3 +49,15 @@ def test_of_one_second_only_as_much_as_must() -> None:
         cut = ages.cut(**limits)
         taken = [cut.takes(1e9 + i / 10, 10) for i in range(10)]
         assert taken == [True] * gone + [False] * (10 - gone)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 0, 1, 15, 29, 30, 31])
+@pytest.mark.parametrize("before_s", [0.0, 2.0, 9.0])
+def test_what_a_cut_takes_is_known_before(max_bytes: int | None, before_s: float) -> None:
+    ages = Ages()
+    for second in (1, 2, 3):
+        for _ in range(10):
+            ages.add(second + 0.5, 1)
+    cut = ages.cut(max_bytes=max_bytes, before_s=before_s)
+    taken = ages.taken(cut)
+    assert taken == sum(cut.takes(s + 0.5, 1) for s in (1, 2, 3) for _ in range(10))

@@ -36,8 +36,10 @@ class Bucket(MemoryStore):
     def __init__(self) -> None:
         super().__init__(lambda: self.now_s)
         self.now_s = 1e9
-        self.after_look: dict[str, bytes] = {}
+        self.before_delete: dict[str, bytes] = {}
         """Written by somebody else between the listing and the deletion."""
+        self.after_look: dict[str, bytes] = {}
+        """The same, between the second look and the deletion."""
 
     async def fill(self, place: Namespace, numbers: Sequence[int], nbytes: int = 100) -> None:
         for number in numbers:
@@ -46,6 +48,12 @@ class Bucket(MemoryStore):
 
     async def write(self, key: str, data: bytes) -> None:
         await self.put(key, Place.of(data), if_absent=False)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        self.now_s = 2e9
+        if key in self.before_delete:
+            await self.write(key, self.before_delete.pop(key))
+        return await super().head(key)
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         for key, data in self.after_look.items():
@@ -60,12 +68,8 @@ def chunk(place: Namespace, number: int) -> str:
     return place.chunk(ChunkKey(0, hashlib.sha256(bytes([number])).digest()), "h0-7of8-l0-31of32")
 
 
-async def go_on() -> None:
-    pass
-
-
-async def sweep(bucket: MemoryStore, checkpoint: Any = go_on, **options: Any) -> Sweep:
-    run = Sweep(bucket, "s3kv", checkpoint, **options)
+async def sweep(bucket: MemoryStore, **options: Any) -> Sweep:
+    run = Sweep(bucket, "s3kv", **options)
     await run.run()
     return run
 
@@ -108,7 +112,7 @@ async def test_a_checkpoint_comes_before_every_attempt_to_delete_and_can_end_the
     bucket = Unlucky()
     await bucket.fill(OLD, range(3))
     with pytest.raises(LookupError):
-        await sweep(bucket, max_bytes=0, checkpoint=checkpoint)
+        await sweep(bucket, max_bytes=0, look_again=False, checkpoint=checkpoint)
     assert told == ["checkpoint", "attempt"] * 2 + ["checkpoint"]
     assert len(await bucket.keys()) == 3
 
@@ -119,7 +123,9 @@ async def test_the_oldest_go_first_whatever_namespace_they_are_in() -> None:
     await bucket.fill(NEW, range(1, 10, 2))
     run = await sweep(bucket, max_bytes=350)
     assert await bucket.keys() == {chunk(NEW, 7), chunk(OLD, 8), chunk(NEW, 9)}
-    assert (run.deleted_objects, run.deleted_bytes, run.kept_bytes) == (7, 700, 300)
+    old, new = run.namespaces[OLD.digest], run.namespaces[NEW.digest]
+    assert (old.deleted_objects, old.deleted_bytes, old.kept_objects) == (4, 400, 1)
+    assert (new.deleted_objects, new.kept_objects, new.kept_bytes) == (3, 2, 200)
 
 
 async def test_what_is_older_goes_even_within_the_budget() -> None:
@@ -136,8 +142,10 @@ async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace() -> 
         await bucket.write(place.shape("h0-7of8-l0-31of32"), b"")
     await bucket.fill(OLD, [1, 2])
     await bucket.fill(NEW, [3, 4])
-    await sweep(bucket, max_bytes=100)
+    run = await sweep(bucket, max_bytes=100)
     assert await bucket.keys() == {NEW.manifest, NEW.shape("h0-7of8-l0-31of32"), chunk(NEW, 4)}
+    assert run.namespaces[OLD.digest].manifest_deleted
+    assert not run.namespaces[NEW.digest].manifest_deleted
 
 
 async def test_a_manifest_stays_when_somebody_has_written_meanwhile() -> None:
@@ -158,17 +166,41 @@ async def test_nobody_elses_objects_are_touched() -> None:
     assert await bucket.keys() == set(FOREIGN)
 
 
-async def test_an_object_that_was_replaced_after_it_was_listed_stays() -> None:
+@pytest.mark.parametrize(
+    ("when", "data"),
+    [("before_delete", b"\1" * 100), ("before_delete", b"another"), ("after_look", b"another")],
+    ids=["refreshed", "replaced", "replaced at the last moment"],
+)
+async def test_an_object_that_was_written_after_it_was_listed_stays(when: str, data: bytes) -> None:
     bucket = Bucket()
     await bucket.fill(OLD, range(3))
-    bucket.after_look = {chunk(OLD, 1): b"another"}
+    setattr(bucket, when, {chunk(OLD, 1): data})
     run = await sweep(bucket, max_bytes=0)
     assert await bucket.keys() == {chunk(OLD, 1)}
-    assert (run.deleted_objects, run.kept_bytes) == (2, 100)
+    swept = run.namespaces[OLD.digest]
+    assert (swept.deleted_objects, swept.changed, swept.kept_objects) == (2, 1, 1)
+
+
+async def test_a_dry_run_tells_the_same_and_does_nothing() -> None:
+    bucket = Bucket()
+    await bucket.write(OLD.manifest, b"{}")
+    await bucket.fill(OLD, range(10))
+    before = await bucket.keys()
+    told = await sweep(bucket, max_bytes=0, dry_run=True)
+    assert await bucket.keys() == before
+    done = await sweep(bucket, max_bytes=0)
+    assert told.namespaces == done.namespaces
+    assert await bucket.keys() == set()
 
 
 class Flaky(Bucket):
-    """Breaks off every listing after 40 keys."""
+    """Breaks off every third request and every listing after 40 keys."""
+
+    async def begin(self, verb: str, key: str) -> None:
+        if verb == "head" and self.asked[verb] % 3 == 2:
+            self.asked[verb] += 1
+            raise StoreUnavailable("planned")
+        await super().begin(verb, key)
 
     async def list(self, prefix: str, after: str = "") -> Any:
         given = 0
@@ -184,7 +216,7 @@ async def test_it_gets_through_a_bucket_that_stumbles(monkeypatch: pytest.Monkey
     bucket = Flaky()
     await bucket.fill(OLD, range(200))
     run = await sweep(bucket, max_bytes=5_000)
-    assert run.kept_bytes == 5_000
+    assert run.namespaces[OLD.digest].kept_objects == 50
     assert bucket._objects.keys() == {chunk(OLD, number) for number in range(150, 200)}
 
 
@@ -196,10 +228,12 @@ async def test_what_is_remembered_is_not_listed_again(
     bucket = Bucket()
     await bucket.fill(OLD, range(0, 10, 2))
     await bucket.fill(NEW, range(1, 10, 2))
-    run = await sweep(bucket, max_bytes=400)
+    run = await sweep(bucket, max_bytes=400, look_again=False)
     assert bucket.asked["list"] == listings
     assert await bucket.keys() == {chunk((OLD, NEW)[n % 2], n) for n in range(6, 10)}
-    assert (run.deleted_objects, run.kept_bytes) == (6, 400)
+    old, new = run.namespaces[OLD.digest], run.namespaces[NEW.digest]
+    assert (old.deleted_objects, old.kept_bytes) == (3, 200)
+    assert (new.deleted_objects, new.kept_bytes) == (3, 200)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -216,6 +250,6 @@ async def test_what_is_remembered_makes_no_difference(
             await bucket.write(chunk((OLD, NEW)[place % 2], place), b"x" * 100)
         options = {"max_bytes": 100 * (seed % 20), "spare_s": 1e9 + 15}
         monkeypatch.setattr(sweeping, "REMEMBERED", remembered)
-        await sweep(bucket, **options)
+        await sweep(bucket, look_again=False, **options)
         left.append(len(await bucket.keys()))
     assert left[0] == left[1]

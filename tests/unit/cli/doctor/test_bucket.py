@@ -144,7 +144,7 @@ async def test_a_bound_that_cannot_be_kept_is_named(
     assert "s3:DeleteObject" in delete.remedy
     if said is None:
         assert "keep" not in delete.detail
-        assert "bucket_bytes" in delete.remedy
+        assert "s3kv gc" in delete.remedy
     else:
         assert said in delete.detail
         assert "another engine" in delete.remedy

@@ -1,0 +1,119 @@
+"""`s3kv gc`: keeps a bucket to a budget without lifecycle rules, while engines write to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import click
+
+from s3kv.cli import show, walk
+from s3kv.cli.invocation import EPILOG, duration, now_s, on_bucket, print_json, size, with_settings
+from s3kv.config import Config
+from s3kv.errors import ConfigError
+from s3kv.stores.store import ObjectStore
+from s3kv.upkeep.sweep import Sweep
+
+
+@click.command(epilog=EPILOG)
+@click.option("--max-bytes", type=size, help="Bytes to leave in the bucket, such as 2TiB.")
+@click.option(
+    "--older-than", type=duration, help="Delete objects older than this, such as 7d or 12h."
+)
+@click.option("--dry-run", is_flag=True, help="Print the objects to delete, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Delete more than half of the bytes without asking.")
+@with_settings
+def gc(
+    config: Config,
+    max_bytes: int | None,
+    older_than: float | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Delete the objects used longest ago, for stores without lifecycle rules.
+
+    Age is the time since an object was last written or refreshed, by the store's clock, compared
+    with the clock of this host. With --max-bytes the oldest objects go, in any namespace, until all
+    chunks together take no more than that. With both options an object goes if either selects it.
+    Deleting more than half of the bytes needs a confirmation, or --yes without a terminal.
+
+    Safe while engines run: an object written or refreshed after it was listed stays. Deletes only
+    chunks and items, and the manifest and shapes of a namespace that is empty now.
+
+    Lists the bucket once, or twice if more than 100,000 objects go (one request for every 1,000
+    objects each time), and sends a HEAD for each object before it deletes 1,000 with one request.
+    """
+    if max_bytes is None and older_than is None:
+        raise click.UsageError("give --max-bytes, --older-than or both")
+    before_s = 0.0 if older_than is None else now_s() - older_than
+
+    sweep = partial(
+        Sweep, prefix=config.prefix, max_bytes=max_bytes, before_s=before_s, dry_run=dry_run
+    )
+    try:
+        half = sweep if yes or dry_run else partial(sweep, approve=_approve_half)
+        _run(config, half, as_json)
+    except _MoreThanHalf as error:
+        # Asked between two runs: within one, Ctrl-C would be left to its event loop.
+        if not (sys.stdin.isatty() and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
+            raise ConfigError(f"{error}: nothing was deleted; --yes deletes them") from None
+        _run(config, sweep, as_json)
+
+
+class _MoreThanHalf(Exception):
+    """More than half of the bytes would be deleted. Nothing has been."""
+
+
+def _approve_half(going: int, held: int) -> None:
+    if 2 * going > held:
+        told = f"gc would delete {show.size(going)} of {show.size(held)}, more than half"
+        raise _MoreThanHalf(told)
+
+
+def _run(config: Config, sweep: Callable[..., Sweep], as_json: bool) -> None:
+    """Run a sweep, and print its results, even if the bucket stops answering halfway."""
+    done: list[Sweep] = []
+
+    async def work(store: ObjectStore) -> None:
+        with show.bars() as on_progress:
+            done.append(sweep(store, on_progress=on_progress))
+            try:
+                await done[0].run()
+            except _MoreThanHalf:
+                done.clear()
+                raise
+        if not done[0].namespaces:
+            await walk.report_empty(store, config.bucket, config.prefix)
+
+    try:
+        on_bucket(config, work)
+    finally:
+        if done and done[0].namespaces:
+            _print(done[0], as_json)
+
+
+def _print(sweep: Sweep, as_json: bool) -> None:
+    dry_run = sweep.dry_run
+    done = sorted(sweep.namespaces.values(), key=lambda swept: -swept.deleted_bytes)
+    total = sweep.total
+    if as_json:
+        spaces = [asdict(one) for one in done]
+        counts = {"dry_run": dry_run, "deleted_bytes": total.deleted_bytes}
+        print_json(counts | {"namespaces": spaces})
+        return
+    names = ("would go" if dry_run else "deleted", "bytes", "changed", "left", "bytes")
+    rows = [
+        (
+            f"{one.digest}{' (and its manifest)' if one.manifest_deleted else ''}",
+            f"{one.deleted_objects:,}",
+            show.size(one.deleted_bytes),
+            f"{one.changed:,}",
+            f"{one.kept_objects:,}",
+            show.size(one.kept_bytes),
+        )
+        for one in (*done, total)
+    ]
+    show.print_table(["namespace", *show.numbers(*names)], rows)
