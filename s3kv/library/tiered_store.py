@@ -1,6 +1,6 @@
 """Store of blocks without vLLM: device, host memory and bucket behind one small API.
 
-    async with await TieredStore.open(
+    async with TieredStore.open(
         Config.parse({"bucket": "my-bucket"}),
         shapes={"kv": ((16, 2, 128), torch.bfloat16)},
         namespace={"model": "my-model"},
@@ -24,7 +24,6 @@ by the caller's asyncio loop. All methods are for code that runs in that loop.
 
 from __future__ import annotations
 
-import reprlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -43,12 +42,10 @@ from s3kv.library.block_tiers import BlockTiers
 from s3kv.library.caller_streams import current_stream, mark, on
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.library.host_tier import HostTier
+from s3kv.library.opening import Opening, plain_namespace
 from s3kv.library.pump import carried, in_thread
-from s3kv.objects.keys import WHOLE, canonical_json, checked_key, fingerprint_digest
+from s3kv.objects.keys import WHOLE, checked_key
 from s3kv.types import ChunkKey, Location
-
-MAX_NAMESPACE_BYTES = 64 * 2**10
-"""Longest namespace, as JSON. It travels to the I/O process in one frame, and into the manifest."""
 
 
 class TieredStore:
@@ -72,7 +69,7 @@ class TieredStore:
         self._host = tiers.host
 
     @classmethod
-    async def open(
+    def open(
         cls,
         config: Config,
         *,
@@ -80,8 +77,9 @@ class TieredStore:
         namespace: Mapping[str, Any],
         pools: Mapping[str, torch.Tensor] | None = None,
         pool_blocks: Iterable[int] | None = None,
-    ) -> TieredStore:
-        """Open a store on a bucket. `async with await TieredStore.open(…)` closes it at the end.
+    ) -> Opening[TieredStore]:
+        """Open a store on a bucket. Await the result, or enter it with `async with`, which closes
+        the store.
 
         shapes: the tensors of every block: name to shape and dtype.
         namespace: plain values that say what the blocks mean (model, revision, …). Two stores
@@ -98,23 +96,27 @@ class TieredStore:
         do not hold such blocks; `UnsupportedError` for memory that cannot be copied; a `StoreError`
         if the bucket cannot be used.
         """
-        blocks = BlockTensors(shapes)
-        memory = None if pools is None else BlockPools(blocks, pools)
-        if pool_blocks is not None and memory is None:
-            raise ConfigError("pool_blocks is given, and pools is not")
-        identity = {
-            "namespace": _plain_namespace(namespace),
-            "tensors": [asdict(spec) for spec in blocks.specs],
-        }
-        handshake = introduce(config, identity, WHOLE, {GROUP: blocks.specs})
-        near = memory_near(memory.device if memory is not None else torch.device("cpu"))
-        host = await HostTier.open(handshake, near)
-        try:
-            hot = None if memory is None else await _on_device(memory, pool_blocks, host)
-        except BaseException:
-            await host.close(0.0)
-            raise
-        return cls(blocks, BlockTiers(blocks, host, hot))
+
+        async def opened() -> TieredStore:
+            blocks = BlockTensors(shapes)
+            memory = None if pools is None else BlockPools(blocks, pools)
+            if pool_blocks is not None and memory is None:
+                raise ConfigError("pool_blocks is given, and pools is not")
+            identity = {
+                "namespace": plain_namespace(namespace),
+                "tensors": [asdict(spec) for spec in blocks.specs],
+            }
+            handshake = introduce(config, identity, WHOLE, {GROUP: blocks.specs})
+            near = memory_near(memory.device if memory is not None else torch.device("cpu"))
+            host = await HostTier.open(handshake, near)
+            try:
+                hot = None if memory is None else await _on_device(memory, pool_blocks, host)
+            except BaseException:
+                await host.close(0.0)
+                raise
+            return cls(blocks, BlockTiers(blocks, host, hot))
+
+        return Opening(opened())
 
     # --- the tiers -------------------------------------------------------------------------
 
@@ -250,26 +252,6 @@ class TieredStore:
                 "pools={name: tensor [blocks, *shape]})"
             )
         return self._tiers.hot
-
-
-def _plain_namespace(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The namespace as a plain dictionary. Raises `ConfigError` unless it consists of JSON values
-    with text keys, or if it is longer than `MAX_NAMESPACE_BYTES`."""
-    try:
-        plain = dict(namespace)
-        fingerprint_digest(plain)
-        nbytes = len(canonical_json(plain))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"namespace is {reprlib.repr(namespace)}: allowed is a mapping of texts to numbers, "
-            f"texts, booleans, None, and lists and mappings of these ({error})"
-        ) from error
-    if nbytes > MAX_NAMESPACE_BYTES:
-        raise ConfigError(
-            f"namespace has {nbytes} bytes as JSON: allowed are at most {MAX_NAMESPACE_BYTES}. "
-            "A digest of a long description identifies it as well"
-        )
-    return plain
 
 
 async def _on_device(

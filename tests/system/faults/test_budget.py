@@ -20,6 +20,7 @@ import torch
 from lab.constants import changed
 from lab.s3 import moto_process
 from s3kv.config import Config
+from s3kv.library.opening import Opening
 from s3kv.library.tiered_store import TieredStore
 from tests.servers import REAL_SERVERS, REGION, boto_client, set_credentials
 
@@ -51,8 +52,8 @@ def deleted_at_any_age() -> Iterator[None]:
         yield
 
 
-async def opening(config: Config) -> TieredStore:
-    return await TieredStore.open(config, shapes=SHAPES, namespace={"model": "soak"})
+def opening(config: Config) -> Opening[TieredStore]:
+    return TieredStore.open(config, shapes=SHAPES, namespace={"model": "soak"})
 
 
 class Bucket:
@@ -119,7 +120,7 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
         assert not hit or torch.equal(found["kv"], content(number)["kv"]), f"block {number}"
         return hit
 
-    async with await opening(config) as one, await opening(config) as two:
+    async with opening(config) as one, opening(config) as two:
         for first in range(0, BLOCKS, 50):
             for number in range(first, first + 50):
                 store = (one, two)[number % 2]

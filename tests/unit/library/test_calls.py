@@ -146,13 +146,15 @@ async def test_close_ends_the_calls_under_way(
     assert "closed with 2 blocks that the bucket does not have" in caplog.text
 
 
-async def test_a_store_is_closed_by_its_block(config: Config) -> None:
-    async with await opening(config) as store:
+async def test_a_store_is_opened_with_and_without_await(config: Config) -> None:
+    async with opening(config) as store:
         assert await store.put(hash_of(1), block(1))
     async with await opening(config) as store:
         assert await store.get(hash_of(1), room())
     with pytest.raises(ClosedError):
         await store.get(hash_of(1), room())
+    store = await asyncio.create_task(opening(config))
+    await store.close()
 
 
 async def test_what_cannot_be_opened_says_why_in_our_words(config: Config) -> None:
@@ -174,7 +176,7 @@ async def test_a_device_that_cannot_be_used_or_refuses_is_told_in_our_words(
     def refuse(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    async with await opening(config) as store:
+    async with opening(config) as store:
         assert await store.put(hash_of(1), block(1))
         with monkeypatch.context() as broken:
             broken.setattr("s3kv.device.tensors.BlockTensors.copy_in", refuse)

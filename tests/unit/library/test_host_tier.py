@@ -48,7 +48,7 @@ async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
 ) -> None:
     between, config = behind
     a_quarter = 220_000
-    async with await opening_big(config, a_quarter) as store:
+    async with opening_big(config, a_quarter) as store:
         between.fault(Fault(kind="delay", seconds=3, verbs=("GET", "PUT")))
         assert store.prefetch(hash_of(number) for number in range(100, 200)) == 2
         for number in (1, 2):
@@ -85,7 +85,7 @@ async def test_an_upload_that_fails_is_told_and_tried_again_when_the_bucket_is_b
 ) -> None:
     between, config = behind
     numbers = (21, 22, 23)
-    async with await opening(config) as store:
+    async with opening(config) as store:
         between.fault(fault)
         for number in numbers:
             assert await store.put(hash_of(number), block(number))
@@ -102,13 +102,13 @@ async def test_an_upload_that_fails_is_told_and_tried_again_when_the_bucket_is_b
         between.lift()
         assert await store.put(hash_of(24), block(24))
         assert await store.flush() == ()
-    async with await opening(config) as store:
+    async with opening(config) as store:
         for number in numbers:
             assert await gives(store, number)
 
 
 async def test_many_writers_of_one_block_cause_one_upload(config: Config) -> None:
-    async with await opening(config) as store:
+    async with opening(config) as store:
         puts = (store.put(hash_of(7), block(7)) for _ in range(8))
         assert await asyncio.gather(*puts) == [True] * 8
         await store.flush()
@@ -116,7 +116,7 @@ async def test_many_writers_of_one_block_cause_one_upload(config: Config) -> Non
 
 
 async def test_a_damaged_object_is_a_miss(config: Config) -> None:
-    async with await opening(config) as store:
+    async with opening(config) as store:
         assert await store.put(hash_of(12), block(12))
     client = boto_client(str(config.endpoint_url), KEYS)
     found = client.list_objects_v2(Bucket=BUCKET, Prefix=f"{config.prefix}/")["Contents"]
@@ -125,7 +125,7 @@ async def test_a_damaged_object_is_a_miss(config: Config) -> None:
     flipped = bytes([*data[:-1], data[-1] ^ 1])
     for bad, reason in ((flipped, "digest"), (data[:-1], "length")):
         client.put_object(Bucket=BUCKET, Key=address, Body=bad)
-        async with await opening(config) as store:
+        async with opening(config) as store:
             assert not await store.get(hash_of(12), room())
             corrupt = {n for n, count in store.counters.items() if "fetch_corrupt_" in n and count}
             assert corrupt == {f"fetch_corrupt_{reason}"}

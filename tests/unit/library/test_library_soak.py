@@ -157,7 +157,7 @@ async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str
     asyncio.get_running_loop().set_default_executor(LateThreads(random.Random(seed)))
     pools = {n: torch.zeros((POOL, *shape), dtype=dtype) for n, (shape, dtype) in SHAPES.items()}
     ends: Counter[str] = Counter()
-    async with await opening(config, shapes=SHAPES, pools=pools) as store:
+    async with opening(config, shapes=SHAPES, pools=pools) as store:
         callers = [Caller(store, pools, seed * TASKS + n, cut) for n in range(TASKS)]
         async with asyncio.TaskGroup() as group:
             for caller in callers:
@@ -170,7 +170,7 @@ async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str
                 assert all((tensor == OVERWRITTEN).all() for tensor in tensors.values())
         await nothing_is_held(store)
         ends["evictions"] = store.counters["evictions"]
-    async with await opening(config, shapes=SHAPES, pools=pools) as store:
+    async with opening(config, shapes=SHAPES, pools=pools) as store:
         await compare_the_bucket(store)
     return ends
 

@@ -19,7 +19,7 @@ def named(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
 
 async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config) -> None:
     key, tensors = named(1)
-    async with await opening(config) as store:
+    async with opening(config) as store:
         assert await store.put(key, tensors)
         assert store.where(key).host
         into = room()
@@ -28,7 +28,7 @@ async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config
         await store.flush()
         assert store.where(key).bucket is True
 
-    async with await opening(config) as other:
+    async with opening(config) as other:
         where = other.where(key)
         assert not where.host
         assert where.bucket is None
@@ -40,7 +40,7 @@ async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config
 
 async def test_a_miss_is_false_and_known(config: Config) -> None:
     key, _ = named(2)
-    async with await opening(config) as store:
+    async with opening(config) as store:
         assert not await store.get(key, room())
         assert store.where(key).bucket is False
         assert store.prefetch([key]) == 0
@@ -48,11 +48,11 @@ async def test_a_miss_is_false_and_known(config: Config) -> None:
 
 async def test_prefetched_blocks_arrive_without_being_asked_for(config: Config) -> None:
     blocks = [named(n) for n in range(8)]
-    async with await opening(config) as store:
+    async with opening(config) as store:
         for key, tensors in blocks:
             await store.put(key, tensors)
         await store.flush()
-    async with await opening(config) as store:
+    async with opening(config) as store:
         assert store.prefetch([key for key, _ in blocks]) == len(blocks)
         async with asyncio.timeout(20):
             while not all(store.where(key).host for key, _ in blocks):  # noqa: ASYNC110 no event is public
@@ -61,7 +61,7 @@ async def test_prefetched_blocks_arrive_without_being_asked_for(config: Config) 
 
 async def test_wrong_tensors_are_refused(config: Config) -> None:
     key, tensors = named(9)
-    async with await opening(config) as store:
+    async with opening(config) as store:
         with pytest.raises(ValueError, match="expected are"):
             await store.put(key, {"k": tensors["k"]})
         with pytest.raises(ValueError, match="'k' is"):

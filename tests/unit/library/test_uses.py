@@ -46,7 +46,7 @@ async def store(config: Config) -> AsyncIterator[TieredStore]:
     """With one block, in all tiers."""
     config = dataclasses.replace(config, refresh_after_s=AFTER_S)
     pools = {name: torch.zeros(2, *shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-    async with await opening(config, pools=pools) as store:
+    async with opening(config, pools=pools) as store:
         assert await store.put(KEY, block(1))
         await from_the_device(store)
         assert await store.flush() == ()

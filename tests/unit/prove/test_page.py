@@ -13,6 +13,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert 'class="yes"' in page
     assert report["verdict"] in page
     assert "m&lt;b&gt;" in page
+    assert page.count("<svg") == 3
     assert not any(word in page for word in ("http", "<script", "src=", "url("))
 
 
