@@ -66,7 +66,7 @@ LLAMA_8B = replace(
 WORKS = {
     "tiny": Work(models.TINY, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
     "windowed": Work(models.WINDOWED, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
-    "llama-8b": Work(LLAMA_8B, 4, 8192, 256, 8 * 2**30, 8 * 2**30, dummy=True),
+    "llama-8b": Work(LLAMA_8B, 4, 8192, 256, 12 * 2**30, 12 * 2**30, dummy=True),
 }
 
 ON_CUDA: dict[str, Any] = {

@@ -10,16 +10,19 @@ from scripts.gpu import engine
 pytest.importorskip("vllm")
 
 
+WORK = engine.WORKS["tiny"]
+
+
 def answer(cached_tokens: int) -> Answer:
     return Answer([1, 2], cached_tokens, 0.1, 0.2, "length")
 
 
 def test_other_tokens_and_shorter_hits_are_noticed() -> None:
-    whole = answer(engine.HIT_TOKENS)
+    whole = answer(WORK.hit_tokens)
     assert engine.same([whole], [whole])
-    assert not engine.same([whole], [Answer([1, 3], engine.HIT_TOKENS, 0.1, 0.2, "length")])
-    assert engine.hit([whole])
-    assert not engine.hit([whole, answer(engine.HIT_TOKENS - 1)])
+    assert not engine.same([whole], [Answer([1, 3], WORK.hit_tokens, 0.1, 0.2, "length")])
+    assert engine.hit([whole], WORK)
+    assert not engine.hit([whole, answer(WORK.hit_tokens - 1)], WORK)
     good: dict[str, object] = {"equal": True, "left": [{}, {}], "broken": []}
     assert engine.well(good)
     for worse in (
@@ -32,12 +35,12 @@ def test_other_tokens_and_shorter_hits_are_noticed() -> None:
 
 
 def test_the_tiers_are_compared_as_they_come() -> None:
-    whole, wrong = [answer(engine.HIT_TOKENS)], [answer(0)]
+    whole, wrong = [answer(WORK.hit_tokens)], [answer(0)]
     answers = {"cold": wrong, "engine": whole}
-    assert engine.compared(answers)["equal"] is None
-    assert engine.compared(answers | {"host": wrong})["equal"] is False
+    assert engine.compared(answers, WORK)["equal"] is None
+    assert engine.compared(answers | {"host": wrong}, WORK)["equal"] is False
     answers["host"] = whole
-    assert engine.compared(answers)["equal"] is None
-    assert engine.compared(answers | {"bucket": whole})["equal"] is True
-    assert engine.compared(answers | {"bucket": wrong})["equal"] is False
-    assert list(engine.compared(answers)["cached_tokens"]) == ["cold", "engine", "host"]
+    assert engine.compared(answers, WORK)["equal"] is None
+    assert engine.compared(answers | {"bucket": whole}, WORK)["equal"] is True
+    assert engine.compared(answers | {"bucket": wrong}, WORK)["equal"] is False
+    assert list(engine.compared(answers, WORK)["cached_tokens"]) == ["cold", "engine", "host"]

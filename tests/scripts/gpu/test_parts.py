@@ -28,11 +28,29 @@ def test_every_part_has_its_turn_and_its_results(tmp_path: Path) -> None:
         Part("good", ("-c", write, "{out}/good.txt"), (), 60.0, files=("good.txt",)),
         part("told", "print('{}')", stdout="told.json"),
     ]
-    assert not run("first", chain, tmp_path, os.environ, rehearse=False)
+    stages = [[part] for part in chain]
+    assert not run("first", stages, tmp_path, os.environ, rehearse=False)
     assert ends(tmp_path) == {"bad": "failed with 3", "good": "ok", "told": "ok"}
     assert (tmp_path / "good.txt").read_text() == "x"
     assert (tmp_path / "told.json").read_text() == "{}\n"
     assert "said" in (tmp_path / "first.log").read_text()
+
+
+def test_the_parts_of_a_stage_run_at_once_and_do_not_mix_what_they_say(tmp_path: Path) -> None:
+    """Each waits for the other."""
+    wait = (
+        "import pathlib, sys, time\n"
+        "mine, other = (pathlib.Path(sys.argv[1], name) for name in sys.argv[2:])\n"
+        "mine.touch(); print(mine.name, 'begins', flush=True)\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+        "print(mine.name, 'ends')"
+    )
+    names = ("one", "two"), ("two", "one")
+    stage = [Part(own, ("-c", wait, "{out}", own, other), (), 60.0) for own, other in names]
+    assert run("first", [stage], tmp_path, os.environ, rehearse=False)
+    assert ends(tmp_path) == {"one": "ok", "two": "ok"}
+    log = (tmp_path / "first.log").read_text()
+    assert all(f"{name} begins\n{name} ends" in log for name in ("one", "two"))
 
 
 def test_a_part_out_of_time_says_where_it_is_and_leaves_nothing(tmp_path: Path) -> None:
@@ -44,7 +62,9 @@ def test_a_part_out_of_time_says_where_it_is_and_leaves_nothing(tmp_path: Path) 
         "it_hangs_here()"
     )
     hanging = part("hangs", program, timeout_s=5.0, stdout="pid")
-    assert not run("first", [hanging, part("next", "pass")], tmp_path, os.environ, rehearse=False)
+    assert not run(
+        "first", [[hanging], [part("next", "pass")]], tmp_path, os.environ, rehearse=False
+    )
     assert ends(tmp_path) == {"hangs": "not over in 5 s", "next": "ok"}
     assert "it_hangs_here" in (tmp_path / "first.log").read_text()
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
@@ -60,11 +80,11 @@ def test_a_part_that_prints_no_stacks_is_killed(
         "signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(1000)"
     )
     stuck = part("stuck", program, timeout_s=5.0)
-    assert not run("first", [stuck], tmp_path, os.environ, rehearse=False)
+    assert not run("first", [[stuck]], tmp_path, os.environ, rehearse=False)
     assert ends(tmp_path) == {"stuck": "stuck for 5 s"}
 
 
 def test_a_rehearsal_takes_the_other_program_and_its_time(tmp_path: Path) -> None:
     slow = part("slow", "raise SystemExit(3)", timeout_s=0.0)
-    assert run("first", [slow], tmp_path, os.environ, rehearse=True)
+    assert run("first", [[slow]], tmp_path, os.environ, rehearse=True)
     assert ends(tmp_path) == {"slow": "ok"}
