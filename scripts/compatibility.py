@@ -51,7 +51,7 @@ CLAIMS = (
     Claim(
         "GPUs (CUDA)",
         ("benchmarks/results/gpu-*.json",),
-        "run",
+        "run once, on one H200: the copies, the tier, the connector",
         "**not yet run**: written from vLLM's source, with tests that want a GPU",
     ),
     Claim("AWS S3", ("benchmarks/results/*-aws.json",), "run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 from benchmarks.peers import defeats
@@ -26,6 +27,7 @@ def page() -> str:
         ROOT / "docs" / "performance.md",
         {
             "engine-shaped": engine(recorded("engine-shaped.json")),
+            "gpu": gpu(recorded("gpu-h200.json")),
             "planner": planner(recorded("planner.json")),
             "trace": trace(recorded("trace-session.json")),
         },
@@ -65,6 +67,59 @@ def engine(result: dict[str, Any]) -> str:
             ),
         ]
     )
+
+
+def gpu(result: dict[str, Any]) -> str:
+    """What was measured on a machine with a GPU, each at its commit."""
+    machine = result["machine"]
+    tests, engines = result["tests"], result["engines"]
+    equal = sum(engine["equal"] for engine in engines)
+    named = ", ".join(f"{n} {machine['packages'][n]}" for n in ("vllm", "torch", "triton"))
+    lines = [
+        f"{machine['gpu']}, driver {machine['driver']}, {machine['processor']}, {machine['link']}; "
+        f"{named}.",
+        "",
+        f"{tests['passed']} tests passed, {tests.get('failed', 0)} failed. {equal} of "
+        f"{len(engines)} engines gave the same tokens from host memory and from the bucket as from "
+        "their own cache, with hits of the full length and nothing left under way.",
+        "",
+        "| | threads | cold, alone | cold, beside uploads | own cache | host memory | bucket |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    order = sorted(result["times"], key=lambda t: ("none", "tier", "connector").index(t["front"]))
+    for told in order:
+        none = told["front"] == "none"
+        tiers = ("cold" if none else "alone", "" if none else "cold", "engine", "host", "bucket")
+        cells = [_median_ms(told["ttft_ms"].get(tier)) for tier in tiers]
+        threads = "–" if none else told["network_threads"]
+        lines.append(f"| {told['front']} | {threads} | {' | '.join(cells)} |")
+    lines += ["", "| | fetched, GB/s | sockets, GB/s | bus, GB/s |", "|---|---|---|---|"]
+    for threads, part in result["network_threads"]["parts"].items():
+        rates = " | ".join(f"{part['gb_per_s'][name]:.3g}" for name in ("fetch", "network", "bus"))
+        lines.append(f"| {threads} thread{'s' * (threads != '1')} | {rates} |")
+    lines += ["", *_copies(result["copies"]["parts"])]
+    return "\n".join(lines)
+
+
+def _copies(parts: dict[str, Any]) -> list[str]:
+    lines = [
+        "| blocks of 16 tokens | pieces | batch: saved, loaded | gather: the same | large copy |",
+        "|---|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        if not name.startswith("throughput"):
+            continue
+        model = name.removeprefix("throughput, ").removesuffix(", 16 tokens")
+        rates = {path: part[path]["gb_per_s"] for path in ("batch", "gather")}
+        pairs = [f"{rate['saved']:.3g}, {rate['loaded']:.3g}" for rate in rates.values()]
+        kib = part["longest_run_bytes"] / 1024
+        large = rates["batch"]["large_in"]
+        lines.append(f"| {model} | {kib:g} KiB | {' | '.join(pairs)} | {large:.3g} GB/s |")
+    return lines
+
+
+def _median_ms(found: list[float] | None) -> str:
+    return f"{statistics.median(found):,.0f} ms" if found else "–"
 
 
 def _over_floor(hit: str, warm_ms: float, local_ms: float, raw: dict[str, Any]) -> str:
