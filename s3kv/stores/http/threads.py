@@ -83,7 +83,17 @@ class _Thread:
         return tasks[0].result()
 
     async def close(self) -> None:
-        await self.run(self.pool.close())
+        await self.run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        """End the pool, and the requests that have no connection yet: none ends once the loop has
+        stopped."""
+        await self.pool.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from dataclasses import replace
 
@@ -21,9 +22,9 @@ def names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "s3kv-network"]
 
 
-def threaded(port: int, count: int) -> ThreadedPool:
+def threaded(port: int, count: int, tls: ssl.SSLContext | None = None) -> ThreadedPool:
     def pool() -> Pool:
-        return Pool("127.0.0.1", port, tls=None, size=2, patience=patience())
+        return Pool("127.0.0.1", port, tls=tls, size=2, patience=patience())
 
     return ThreadedPool([pool() for _ in range(count)])
 
@@ -81,3 +82,19 @@ async def test_a_cancelled_request_has_ended_when_its_caller_goes_on(part: bytes
         await gone.wait()
         await pool.close()
     assert buffer == b"new"
+
+
+async def test_a_request_that_waits_for_a_connection_ends_with_the_pool() -> None:
+    """The server never answers to TLS."""
+
+    async def silent(reader: Reader, writer: Writer) -> None:
+        await reader.read()
+
+    async with servers.scripted_server(silent) as port:
+        pool = threaded(port, 1, ssl.create_default_context())
+        asking = asyncio.create_task(pool.request(GET))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert names() == []
