@@ -103,14 +103,14 @@ def gpu(result: dict[str, Any]) -> str:
 
 def _copies(parts: dict[str, Any]) -> list[str]:
     lines = [
-        "| blocks of 16 tokens | pieces | batch: saved, loaded | gather: the same | large copy |",
-        "|---|---|---|---|---|",
+        "| blocks of 16 tokens | pieces | batch: saved, loaded | gather | as chosen | large copy |",
+        "|---|---|---|---|---|---|",
     ]
     for name, part in parts.items():
         if not name.startswith("throughput"):
             continue
         model = name.removeprefix("throughput, ").removesuffix(", 16 tokens")
-        rates = {path: part[path]["gb_per_s"] for path in ("batch", "gather")}
+        rates = {path: part[path]["gb_per_s"] for path in ("batch", "gather", "chosen")}
         pairs = [f"{rate['saved']:.3g}, {rate['loaded']:.3g}" for rate in rates.values()]
         kib = part["longest_run_bytes"] / 1024
         large = rates["batch"]["large_in"]
