@@ -101,6 +101,9 @@ class VirtualLoop(Loop):
         self._ready.append(handle)
         return handle
 
+    call_soon_threadsafe = call_soon
+    """There is one thread."""
+
     def call_later(
         self,
         delay: float,
