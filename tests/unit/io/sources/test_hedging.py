@@ -255,6 +255,33 @@ async def test_heads_that_arrive_in_the_same_breath() -> None:
         await task
 
 
+async def test_the_loser_of_a_claim_may_end_before_the_loop_knows_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Claims are made in the threads that serve the connections."""
+    loop = asyncio.get_running_loop()
+    late: asyncio.Future[None] = loop.create_future()
+    late.set_result(None)
+    settled: list[Callable[[], object]] = []
+    monkeypatch.setattr(loop, "call_soon_threadsafe", settled.append)
+    claims: list[Claim] = []
+    lost = asyncio.Event()
+
+    async def request(claim: Claim) -> int:
+        claims.append(claim)
+        if len(claims) == 1:
+            await lost.wait()
+            await asyncio.sleep(0.01)
+            return 1
+        assert claims[0]()
+        assert not claim()
+        lost.set()
+        return 2
+
+    assert await hedged(request, late, lambda: True) == (1, False)
+    settled.pop()()
+
+
 async def test_an_object_that_is_absent_needs_no_buffer() -> None:
     assert await run(Requests(silent, absent)) == (404, False)
 
