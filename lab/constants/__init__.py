@@ -25,6 +25,7 @@ _HERE = Path(__file__).resolve().parent
 _PATH = (str(_HERE / "path"), str(_HERE.parent.parent))
 PLACES: dict[str, tuple[str, ...]] = {
     "aws_hosts": ("s3kv.upkeep.costs:AWS_HOSTS",),
+    "barred_s": ("s3kv.io.sources.quarantine:BARRED_S",),
     "bucket_min_age_s": ("s3kv.upkeep.housekeeping:MIN_AGE_S",),
     "hedge_percent": ("s3kv.io.sources.bucket:HEDGE_PERCENT",),
     "max_attempts": ("s3kv.io.sources.bucket:MAX_ATTEMPTS",),
@@ -48,7 +49,6 @@ PLACES: dict[str, tuple[str, ...]] = {
         "s3kv.planning.offload:OffloadPlanner.recompute_gate",
     ),
     "start_timeout_s": ("s3kv.io.tier:START_TIMEOUT_S", "s3kv.io.wire:START_TIMEOUT_S"),
-    "suspect_s": ("s3kv.io.sources.quarantine:BARRED_S",),
 }
 """Constants by name: attributes of modules, or arguments of classes that have a default."""
 

@@ -86,10 +86,10 @@ def verify(
 
     Reads all objects, those whose keys begin with KEY, or a --sample of them, and verifies each
     against its key as an engine with these settings would; an object that does not verify is read
-    twice. Namespaces with another integrity than the settings (--set
-    integrity=…, and the secret) are named and left alone. To an engine a damaged object is a miss;
-    after --delete it is saved again the next time it is computed. Reading costs money per request,
-    and per byte if the bucket is in another region.
+    twice. Namespaces with another integrity than the settings (--set integrity=…, and the secret)
+    are named and left alone. To an engine a damaged object is a miss; after --delete it is saved
+    again the next time it is computed. Reading costs money per request, and per byte if the bucket
+    is in another region.
     """
 
     async def run(store: ObjectStore) -> Verification:
@@ -112,11 +112,13 @@ def verify(
         return verifier.found
 
     found = on_bucket(config, run)
+    is_missing = key is not None and found == Verification()
+    if is_missing:
+        click.echo(f"s3kv: no chunk has a key that begins with {key!r}", err=True)
     if as_json:
         print_json(asdict(found))
-    else:
+    elif not is_missing:
         _print(found)
-    is_missing = key is not None and found == Verification()
     raise SystemExit(0 if found.is_clean and not is_missing else FOUND)
 
 

@@ -128,9 +128,9 @@ async def hedged(
     Both have ended when this returns, raises or is cancelled, so nothing writes to the place then.
     """
     loop = asyncio.get_running_loop()
+    # The numbers of the requests that came to claim the place; the first has it. Appended to in the
+    # threads that serve the connections.
     claims: list[int] = []
-    """The numbers of the requests that came to claim the place; the first has it. Appended to in
-    the threads that serve the connections."""
     claimed: asyncio.Future[None] = loop.create_future()
     requests: list[asyncio.Task[T]] = []
     cancelled: set[asyncio.Task[T]] = set()

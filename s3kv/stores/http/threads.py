@@ -21,14 +21,28 @@ from s3kv.stores.lanes import ended
 _T = TypeVar("_T")
 
 _MOST_THREADS = 4
+"""Eight moved no more than four."""
 _CORES_OF_A_THREAD = 4
-"""Cores of the host for each thread: the engine needs most of them."""
-NETWORK_THREADS = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // _CORES_OF_A_THREAD))
+"""Cores for each thread: the engine needs most of them."""
+
+
+def threads_on(cores: int) -> int:
+    """Number of threads that move bodies, given the cores; 1 stands for the caller's own. Pure."""
+    return max(1, min(_MOST_THREADS, cores // _CORES_OF_A_THREAD))
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+NETWORK_THREADS = threads_on(_usable_cores())
 
 
 class ThreadedPool:
     """Pools to one origin, each on a thread of its own. Belongs to the asyncio loop that makes it;
-    that of a thread is of the same kind."""
+    the threads have loops of the same class."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         new_loop = type(asyncio.get_running_loop())

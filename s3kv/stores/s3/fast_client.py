@@ -164,7 +164,7 @@ class FastClient:
 
     address: the bucket's, if it is known already; signed with one of `SCHEMES`, and behind no
     proxy. ready: connections that the pool keeps ready if it speaks TLS. Others are opened in a
-    round trip. threads: that move bodies beside the caller's; with 1 the caller's does.
+    round trip. threads: number of threads that move bodies; 1 stands for the caller's own.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ SLOTS = 24
 CONSTANTS: dict[str, Any] = {
     "max_attempts": 2,
     "min_bytes_per_s": 2**18,
+    "network_threads": 2,  # as on a host with many cores
     # A chunk whose probe is under way when its request ends is not saved.
     "probe_chunks": 1,
     "recompute_gate": False,

@@ -99,7 +99,9 @@ def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
     for number, code in ((3, 1), (4, 0)):
         result = run("verify", key(number), "--json")
         assert (result.exit_code, json.loads(result.stdout)["checked"]) == (code, 1)
-    assert run("verify", key(99)).exit_code == 1
+    result = run("verify", key(99))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"no chunk has a key that begins with '{key(99)}'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 
 from s3kv.place import Place
-from s3kv.stores.http import threads
 from s3kv.stores.http.exchange import Request
 from s3kv.stores.http.pool import Pool
-from s3kv.stores.http.threads import NETWORK_THREADS, ThreadedPool
+from s3kv.stores.http.threads import ThreadedPool, threads_on
 from tests import servers
 from tests.unit.stores.http.test_pool import GET, Reader, Writer, ok, patience
 
@@ -29,8 +28,11 @@ def threaded(port: int, count: int, tls: ssl.SSLContext | None = None) -> Thread
     return ThreadedPool([pool() for _ in range(count)])
 
 
-def test_a_small_host_has_one_thread_and_none_has_many() -> None:
-    assert 1 <= NETWORK_THREADS <= threads._MOST_THREADS
+@pytest.mark.parametrize(
+    ("cores", "count"), [(1, 1), (4, 1), (7, 1), (8, 2), (15, 3), (16, 4), (192, 4)]
+)
+def test_a_thread_for_every_four_cores_and_at_most_four(cores: int, count: int) -> None:
+    assert threads_on(cores) == count
 
 
 async def test_requests_at_once_are_served_by_several_threads_which_end_with_the_pool() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.place import Place
 from s3kv.stores.http.pool import Pool
-from s3kv.stores.s3 import fast_client
+from s3kv.stores.s3 import fast_client, s3_store
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store, open_store
 from s3kv.stores.s3.sdk_client import SdkClient
@@ -184,13 +185,16 @@ async def test_an_io_process_keeps_tls_connections_ready(
     assert opened == 3
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("scheme", "keeps_ready", "kept"), [("https", True, 32), ("https", False, 0), ("http", True, 0)]
 )
 async def test_connections_are_kept_ready_with_tls_alone(
-    scheme: str, keeps_ready: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+    scheme: str, keeps_ready: bool, kept: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the threads together, which a process has whose requests come in bursts."""
     asked: list[int] = []
+    monkeypatch.setattr(s3_store, "NETWORK_THREADS", threads)
 
     class Noting(Pool):
         def __init__(self, *args: Any, ready: int, **more: Any) -> None:
@@ -202,8 +206,11 @@ async def test_connections_are_kept_ready_with_tls_alone(
     store = open_store(config, keeps_ready=keeps_ready)
     with pytest.raises(StoreUnavailable):
         await fetch(store, "k")
+    served = [thread.name for thread in threading.enumerate() if thread.name == "s3kv-network"]
     await store.close()
-    assert asked == [kept]
+    expected = threads if keeps_ready else 1
+    assert asked == [-(-kept // expected)] * expected
+    assert len(served) == (expected if expected > 1 else 0)
 
 
 async def test_a_proxy_that_refuses_or_is_not_there_is_named(
