@@ -37,6 +37,8 @@ def client(request: pytest.FixtureRequest) -> Any:
 class S3Suite(ObjectStoreSuite):
     """With both clients. `place` is (endpoint URL, bucket, credentials)."""
 
+    timeout_ms = 10_000
+
     @pytest_asyncio.fixture
     async def store(
         self, client: Any, place: tuple[str, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
@@ -44,7 +46,7 @@ class S3Suite(ObjectStoreSuite):
         url, bucket, keys = place
         servers.set_credentials(monkeypatch, keys)
         monkeypatch.setattr(s3_store, "PAGE_KEYS", 10)
-        config = Config(bucket=bucket, endpoint_url=url)
+        config = Config(bucket=bucket, endpoint_url=url, request_timeout_ms=self.timeout_ms)
         store = S3Store(config, client(config, find_address(config)))
         yield store
         await store.close()
@@ -102,6 +104,7 @@ def weed_bucket(weed: S3Server) -> S3Server:
 @pytest.mark.long
 class TestS3StoreOnSeaweedFS(S3Suite):
     keys_are_texts = False
+    timeout_ms = 60_000  # writers of one key wait for its lock; each asks once a second
 
     @pytest.fixture
     def place(self, weed_bucket: S3Server) -> tuple[str, str, dict[str, str]]:
