@@ -3,13 +3,16 @@ FILE]`.
 
 One request after another, as in a chat that starts cold: prompts of 1,600 tokens, 64 KiB of KV per
 token, eight tokens out, the median over all prompts and rounds. With `--large` prompts have 8,000
-tokens of 128 KiB, as Llama-3-8B has. Every round starts three engines, so that a machine that slows
+tokens of 128 KiB, as Llama-3-8B has. Every round starts six engines, so that a machine that slows
 down slows all of them:
 
     none     an engine without a connector: a cold pass, then the same prompts again, which hit
              the engine's own prefix cache (the floor: nothing is fetched from anywhere)
     cold     an engine with s3kv on an empty prefix of the bucket: computes, saves, uploads
     warm     a new engine with s3kv on what `cold` left in the bucket
+    saving   as `cold`, with a local disk: writes files, too
+    disk     a new engine with s3kv on the files that `saving` left, some or all in the page cache
+    uncached another one, with none of them there
 
 and after them plain sockets read what each prompt has in the bucket, with no engine beside them
 (`raw`): what of the difference between `warm` and `local` is the server's and the network's.
@@ -22,6 +25,8 @@ shape of S3.
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import tempfile
 import uuid
@@ -47,6 +52,15 @@ from benchmarks.rig import (
 from lab.engine import Engine
 from lab.models import build, prompts
 
+DISK = {"disk_bytes": "64GiB", "disk_writes": "all"}
+
+
+def forget(file: Path) -> None:
+    """Take a file out of the page cache."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 class Bench:
     def __init__(self, folder: Path, store: Store, size: Size) -> None:
@@ -58,12 +72,15 @@ class Bench:
         self._long = prompts(size.prompts, size.prompt_tokens, seed=7)
         self.seconds: dict[str, list[float]] = {}
         self.hits: list[int | None] = []
+        self.files: list[int] = []
 
     @contextmanager
-    def _engine(self, name: str, prefix: str | None) -> Iterator[Engine]:
+    def _engine(self, name: str, prefix: str | None, disk: Path | None = None) -> Iterator[Engine]:
         say(f"engine {name}")
         log_path = self._folder / f"{name}.log"
         size, settings = self._size, self._store.settings
+        if disk is not None:
+            settings = settings | {"disk_path": str(disk), **DISK}
         ours = connector(settings, prefix, size.host_gib) if prefix else None
         with warm_engine(self._model, log_path, ours, self._store.env, size=size) as engine:
             yield engine
@@ -71,7 +88,7 @@ class Bench:
     def _pass(self, name: str, engine: Engine) -> None:
         answers = engine.generate(self._long)
         self.seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
-        if name == "warm":
+        if name in ("warm", "disk", "uncached"):
             self.hits.extend(answer.cached_tokens for answer in answers)
 
     def round(self) -> None:
@@ -84,6 +101,17 @@ class Bench:
         with self._engine("warm", prefix) as engine:
             self._pass("warm", engine)
         self._server.read(prefix, self._size.chunks_per_prompt)
+        disk = self._folder / uuid.uuid4().hex
+        with self._engine("saving", prefix := f"{prefix}-disk", disk) as engine:
+            self._pass("saving", engine)
+        self.files.append(len(files := list(disk.rglob("*.safetensors"))))
+        with self._engine("disk", prefix, disk) as engine:
+            self._pass("disk", engine)
+        for file in files:
+            forget(file)
+        with self._engine("uncached", prefix, disk) as engine:
+            self._pass("uncached", engine)
+        shutil.rmtree(disk)
 
     def result(self) -> dict[str, Any]:
         ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
@@ -99,12 +127,16 @@ class Bench:
             "warm_over_local_hit": round(ms["warm"] / ms["local"], 3),
             "raw_and_local_over_local_hit": round((ms["raw"] + ms["local"]) / ms["local"], 3),
             "cold_over_none": round(ms["cold"] / ms["none"], 3),
+            "disk_over_local_hit": round(ms["disk"] / ms["local"], 3),
+            "uncached_over_local_hit": round(ms["uncached"] / ms["local"], 3),
+            "saving_over_cold": round(ms["saving"] / ms["cold"], 3),
+            "files_on_disk": self.files,
             "raw": raw,
             "all_ms": {n: [round(1e3 * x) for x in s] for n, s in self.seconds.items()},
         }
 
 
-@ends(600)
+@ends(900)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
@@ -117,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds = 1 if options.quick else options.rounds
         size = LARGE if options.large else SMALL
         size = size.quick() if options.quick else size
-        begin(store.name, 3 * rounds * size.give_up_s)
+        begin(store.name, 6 * rounds * size.give_up_s)
         bench = Bench(Path(folder), store, size)
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")

@@ -15,10 +15,12 @@ What the model leaves out, and which way that errs:
   and time, but none of the prompts' time. Real engines are slower, and hits are worth more.
 - Memory for a request's answer is taken on admission: no preemption, and so no fences.
 - Copies to host memory end with their step, a real engine's a little later.
+- A disk never fails, and what is written shares its speed with what is read; its price is not
+  billed.
 - The bucket never fails, throttles or slows down with load. First-byte times are independent.
 - One worker per engine. With several, each moves its part of every chunk at the same time.
 - Arrivals of one time stamp are spread evenly until the next; see `simulation/workload.py`.
-- The bucket starts empty, the hour includes warming up, and nothing expires.
+- The bucket and the disks start empty, the hour includes warming up, and nothing expires.
 
 Stdout and `--json` depend on the arguments only; the planner's own time goes to stderr.
 """
@@ -40,12 +42,13 @@ from benchmarks.origin import code, commit
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
 from benchmarks.simulation.workload import command, identity, load
 
-GRID = ("host_gib", "bucket_gib")
+GRID = ("host_gib", "bucket_gib", "engines_per_host", "disk_gib", "disk_admission")
 """Options that may have several values: every combination is a run."""
 MANY = {"host_gib": [8.0, 32.0, 128.0]}
 ROWS = (
     ("prompt tokens from the device, %", "percent.gpu"),
     ("  from host memory, %", "percent.host"),
+    ("  from the disk, %", "percent.disk"),
     ("  from the bucket, %", "percent.bucket"),
     ("  computed, %", "percent.computed"),
     ("TTFT p50, ms", "ttft_ms.p50"),
@@ -68,8 +71,11 @@ ROWS = (
     ("  GETs, $", "usd_per_month.gets"),
     ("  refreshes and sweeps, $", "usd_per_month.upkeep"),
     ("  storage, $", "usd_per_month.storage"),
-    ("  computing spared by the bucket, $", "usd_per_month.spared"),
+    ("  computing spared by bucket and disk, $", "usd_per_month.spared"),
     ("  net, $", "usd_per_month.net"),
+    ("written to a disk a day, TB", "disk.tb_per_day"),
+    ("  bytes per byte read", "disk.written_per_read"),
+    ("  dropped, disk behind", "disk.dropped"),
     ("evictions", "evictions"),
     ("saves dropped", "saves_dropped"),
 )
@@ -85,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dict(zip(GRID, values, strict=True))
         for values in product(*(getattr(options, name) for name in GRID))
     ]
+    # Without a disk there is nothing to admit or to share.
+    first = {name: getattr(options, name)[0] for name in ("engines_per_host", "disk_admission")}
+    places = [p for p in places if p["disk_gib"] or p.items() >= first.items()]
     wanted = [(setup, name) for name in BASELINES] + [
         (dataclasses.replace(setup, **place), OURS) for place in places
     ]
@@ -93,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = [next(results) for _ in BASELINES]
         for place in places:
             ours = next(results)
-            title = ", ".join(f"{name} {value:g}" for name, value in place.items())
+            title = ", ".join(f"{name} {value}" for name, value in place.items())
             say(title)
             print("\n".join(table(title, [*runs[: len(BASELINES)], ours])), flush=True)
             runs.append(ours)

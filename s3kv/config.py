@@ -109,6 +109,10 @@ Url = Annotated[
         },
     ),
 ]
+DiskPath = Annotated[
+    str,
+    Meta(pattern=r"^/.*[^/]\Z", extra={"allowed": "an absolute path, such as '/mnt/nvme/s3kv'"}),
+]
 _SSE = "server-side-encryption(-aws-kms-key-id|-bucket-key-enabled)?"
 PutHeaders = Annotated[
     dict[
@@ -199,6 +203,16 @@ class Config:
     host_bytes: Mebibytes = 4 * 2**30
     """Host memory for chunks, per worker. EC connector: for encoder outputs, per engine, and a
     sixteenth more (64 MiB or more) for uploads."""
+    disk_path: DiskPath | None = None
+    """Directory on a local disk for objects, which is asked before the bucket; made if it is
+    missing. All workers and engines of a host share it, and those that come after them. See
+    docs/disk.md."""
+    disk_bytes: Annotated[Bytes, Meta(ge=0)] = 0
+    """Budget of all files in disk_path. Beyond 95 % of it the files used longest ago are deleted.
+    Give all engines the same value."""
+    disk_writes: Literal["fetched", "all"] = "fetched"
+    """Objects that are written to the disk. fetched: those that come from the bucket, because they
+    are in use again. all: uploads, too, which wears the disk six times as fast."""
 
     max_wait_ms: NotNegative = 10_000
     """Longest wait of a request for the bucket. It ends earlier if computing the rest is expected
@@ -208,7 +222,8 @@ class Config:
     identify them by a digest of the encoder's input."""
 
     on_unavailable: Literal["fail", "serve"] = "fail"
-    """Action if the bucket cannot be used at start: fail, or serve without it and keep trying."""
+    """Action if the bucket or disk_path cannot be used at start: fail, or serve without it. The
+    bucket is tried again."""
     drain_timeout_s: Seconds = 4.0
     """Longest time given to unfinished uploads at shutdown. `vllm serve` kills its engine at once
     by default; give it a `--shutdown-timeout` to make it wait."""
@@ -225,6 +240,14 @@ class Config:
             object.__setattr__(self, name, value)
         if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
+        if (self.disk_path is None) != (self.disk_bytes == 0):
+            given = f"disk_path is {self.disk_path!r}, and disk_bytes is {self.disk_bytes}"
+            raise ConfigError(f"{given}: give both, such as '/mnt/nvme/s3kv' and '500GB', or none")
+        if self.disk_path is not None and self.integrity == "none":
+            raise ConfigError(
+                "disk_path needs objects that can be verified: a file may be damaged when the "
+                "machine loses power. Leave out integrity, which is 'none', or disk_path"
+            )
 
     @property
     def pool_size(self) -> int:

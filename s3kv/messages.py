@@ -31,7 +31,8 @@ class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
     not read. It ends once per rank, with a `JobEnd` of its kind, which is never SAVE.
 
     job_id: unique among the jobs that have not ended. slot: number of its first slot, each of
-    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk.
+    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk. near: a
+    fetch asks only the sources of this host.
     """
 
     job_id: int
@@ -39,6 +40,7 @@ class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
     key: ChunkKey
     slot: int = 0
     item: ItemShape | None = None
+    near: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
         the object may be due for a refresh, or gone; of several ranks, the shortest.
     source: name of the source that decided a fetch ("bucket"), the last one asked for a miss; of
         several ranks, the slowest one's. Empty for other jobs, and for a fetch that was never sent.
+    near: whether only sources of this host were asked, so that the end says nothing about the
+        bucket; of several ranks, whether that is so on all of them.
     """
 
     job_id: int
@@ -134,6 +138,7 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
     reason: str = ""
     fresh_s: float = math.inf
     source: str = ""
+    near: bool = False
 
 
 @dataclass(slots=True)
@@ -157,6 +162,7 @@ class StepReport:
             known.seconds, known.source = end.seconds, end.source
         known.ranks += end.ranks
         known.fresh_s = min(known.fresh_s, end.fresh_s)
+        known.near &= end.near
 
     def merge(self, other: StepReport) -> None:
         self.number = max(self.number or 0, other.number or 0) or None

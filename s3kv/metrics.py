@@ -118,6 +118,16 @@ _ENGINE: Mapping[str, Metric] = {
     "io_window_cuts": Metric("Times the limit on requests at once was lowered."),
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
     "io_hedges_won": Metric("Fetches sent a second time whose second request was the faster."),
+    "io_disk_reads": Metric("Objects read from the disk (disk_path)."),
+    "io_disk_read_bytes": Metric("Bytes of such objects."),
+    "io_disk_writes": Metric("Objects written to the disk."),
+    "io_disk_written_bytes": Metric("Bytes of such objects."),
+    "io_disk_dropped": Metric(
+        "Objects not written to the disk: it was behind, full or failing, or the engine ended."
+    ),
+    "io_disk_corrupt": Metric("Files that failed verification, and were deleted."),
+    "io_disk_failed": Metric("Operations that the disk failed; it is not used for a minute then."),
+    "io_disk_evicted_bytes": Metric("Bytes of files deleted for disk_bytes."),
     "io_refresh_done": Metric("Objects in use that were rewritten in place."),
     "io_refresh_failed": Metric("Objects in use that could not be rewritten or read."),
     "io_refresh_skipped": Metric(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -63,3 +64,12 @@ class Place:
         source, part = memoryview(data), self.cut(begin, begin + len(data))
         seam = len(part.header)
         part.header[:], part.payload[:] = source[:seam], source[seam:]
+
+
+def copy_bytes(views: Iterable[memoryview], target: bytearray | memoryview) -> None:
+    """Copy `views`, one behind the other, to the front of `target`, without the GIL. A copy that
+    holds it would stop the threads that receive: at 5 GB/s for half of the time."""
+    at = ctypes.addressof((ctypes.c_char * len(target)).from_buffer(target))
+    for view in views:
+        ctypes.memmove(at, (ctypes.c_char * len(view)).from_buffer(view), len(view))
+        at += len(view)

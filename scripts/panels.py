@@ -95,6 +95,27 @@ def _misses(title: str, doc: str, prefix: str = "") -> Panel:
     return Panel(title, doc, "short", (Query(rate(f"{prefix}misses", by="reason"), "{{reason}}"),))
 
 
+def _disk(prefix: str = "", title: str = "Disk") -> tuple[Panel, ...]:
+    def queries(*names: str) -> tuple[Query, ...]:
+        return tuple(Query(rate(f"{prefix}io_disk_{name}"), name) for name in names)
+
+    return (
+        Panel(
+            f"{title}: objects",
+            "Per second. reads: hits. dropped: not written, because the disk was behind, full or "
+            "failing. corrupt: deleted. failed: the disk is not used for a minute.",
+            "ops",
+            queries("reads", "writes", "dropped", "corrupt", "failed"),
+        ),
+        Panel(
+            f"{title}: bytes",
+            "Read, written, and deleted for disk_bytes. Written bytes wear the disk.",
+            "Bps",
+            queries("read_bytes", "written_bytes", "evicted_bytes"),
+        ),
+    )
+
+
 def _breaker(title: str, doc: str, prefix: str = "") -> Panel:
     states = Query(f"sum by (state) ({metric(f'{prefix}breaker', suffix='')})", "{{state}}")
     return Panel(title, doc, "short", (states,), stacked=True)
@@ -257,6 +278,8 @@ STORE = (
     ),
 )
 
+DISK = _disk()
+
 ENCODER = (
     Panel(
         "Encoder outputs: hit ratio by tier",
@@ -298,12 +321,14 @@ ENCODER = (
     ),
     _requests("ec_", "Encoder outputs: requests"),
     _breaker("Encoder outputs: circuit breaker", "Engines whose breaker is in each state.", "ec_"),
+    *_disk("ec_", "Encoder outputs: disk"),
 )
 
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Is it worth it": SERVICE,
     "Tiers": TRANSFERS,
     "Misses and losses": LOSSES,
+    "The disk (disk_path)": DISK,
     "The store and its bill": STORE,
     "Encoder outputs": ENCODER,
 }

@@ -74,7 +74,10 @@ which one it has left there, and does not write the second. To measure what a wo
 reads the second as many times at once as a worker reads objects (32 times by default, 256 MiB, and
 less where that would take ten seconds); `--bandwidth` with the length of your chunks measures that
 for your model. If `bucket_bytes` or `bucket_idle_s` is set, it also says that this engine cannot
-keep the bucket to it. A warning means that the cache works less well; the exit code is 0.
+keep the bucket to it. With `disk_path` it makes that directory, and measures the disk: it writes
+four files of 8 MiB, each with an fsync, and reads each back from the disk. They have no name, so
+nothing is left behind. With `--read-only` it does neither. A warning means that the cache works
+less well; the exit code is 0.
 `tests/unit/cli/doctor/test_faults.py` shows its answer to each fault, on moto, SeaweedFS and Ceph
 RGW: no bucket, no credentials, wrong ones, each missing permission, the wrong region, a wrong
 clock, path style only, no conditional PUT, checksums refused, no server. `test_host.py` beside it
@@ -125,6 +128,12 @@ wanted a deleted object gets one 404 and computes it again (`tests/unit/cli/test
 only the keys of the objects to delete in memory, about 0.5 GB for a million. Before it deletes more
 than half of the bytes it asks; without a terminal, as in a cron job, it then deletes nothing and
 exits with 2, unless `--yes` is given.
+
+With `--disk PATH`, `ls` and `gc` do the same on a host's [local disk](disk.md), as the engines'
+user, and then need neither `--bucket` nor credentials. There an age is the time since the last use.
+While an engine deletes files in that directory, `gc` exits with 3 (`tests/unit/cli/test_disk.py`).
+With a NAMESPACE, `gc` counts and deletes the objects of that one alone, in the bucket as on the
+disk; `--max-bytes 0` empties it.
 
 `ls`, `gc` and `verify` list the bucket 1,000 objects per request, and resume where a
 listing broke off. They see only chunks and items under the prefix; if there are none, they say on

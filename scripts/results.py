@@ -30,6 +30,7 @@ def page() -> str:
             "gpu": gpu(recorded("gpu-h200.json")),
             "planner": planner(recorded("planner.json")),
             "trace": trace(recorded("trace-session.json")),
+            "disk": disk(recorded("trace-disk.json")),
         },
     )
 
@@ -48,7 +49,10 @@ def engine(result: dict[str, Any]) -> str:
     rows = [
         ("computed, no connector", median["none"]),
         ("computed, saving to S3", median["cold"]),
+        ("computed, saving to S3 and a disk", median["saving"]),
         ("served from S3 by a new process", median["warm"]),
+        ("served from the disk by a new process", median["disk"]),
+        ("the same, with none of its files in the page cache", median["uncached"]),
         ("served from the engine's own cache", median["local"]),
         ("the same objects read by plain sockets, without an engine", median["raw"]),
     ]
@@ -246,6 +250,36 @@ def trace(result: dict[str, Any]) -> str:
         memory = f"{run['host_gib']:g} GiB" if run["host_gib"] else f"– ({run['policy']})"
         places = " | ".join(f"{share[k]:.1f}" for k in ("gpu", "host", "bucket", "computed"))
         lines.append(f"| {memory} | {places} | {run['ttft_ms']['p50'] / 1e3:.1f} s |")
+    return "\n".join(lines)
+
+
+def disk(result: dict[str, Any]) -> str:
+    """A disk in front of the bucket, against none."""
+    runs = [run for run in result["runs"] if run["policy"] == OURS]
+    none = next(run for run in runs if not run["disk_gib"])
+    lines = [
+        f"{none['host_gib']:g} GiB of host memory per engine, "
+        f"{none['bucket_gib']:,.0f} GiB in the bucket. Per cent of prompt tokens by source; GETs "
+        "and dollars relative to no disk.",
+        "",
+        "| engines per disk | disk | written | host | disk | bucket | median TTFT "
+        "| GETs spared in the hour | net, $ a month | written a day and disk | per byte read |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        share, told = run["percent"], run["disk"]
+        cells = [
+            *(f"{run['engines_per_host']}", f"{run['disk_gib']:,.0f} GiB", run["disk_admission"]),
+            *(f"{share[k]:.1f}" for k in ("host", "disk", "bucket")),
+            f"{run['ttft_ms']['p50'] / 1e3:.2f} s",
+            f"{none['requests']['get_hit'] - run['requests']['get_hit']:,}",
+            f"{run['usd_per_month']['net'] - none['usd_per_month']['net']:+,.0f}",
+            f"{told['tb_per_day']:,.1f} TB",
+            f"{told['written_per_read']:.1f}",
+        ]
+        if not run["disk_gib"]:
+            cells[:3], cells[7:] = ("–", "none", "–"), "–" * 4
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

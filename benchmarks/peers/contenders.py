@@ -89,6 +89,23 @@ def s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
     )
 
 
+def s3kv_disk(bucket: Bucket, folder: Path, run: str, host_gib: int) -> Contender:
+    """s3kv with files in a local folder before the bucket."""
+    prefix, path = f"{run}/s3kv-disk", folder / "disk" / run
+    disk = {"disk_path": str(path), "disk_bytes": "64GiB", "disk_writes": "all"}
+
+    def forget() -> None:
+        bucket.empty(prefix)
+        shutil.rmtree(path)
+
+    return Contender(
+        "s3kv-disk",
+        connector(_settings(bucket) | disk, prefix, host_gib),
+        saved=lambda: bucket.server.objects(bucket.name, prefix),
+        forget=forget,
+    )
+
+
 def offloading_s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
     """vLLM's OffloadingConnector with s3kv's tier."""
     prefix = f"{run}/tier"

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from time import thread_time
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.simulation.gpu import PagePool
-from benchmarks.simulation.wire import Timeline
+from benchmarks.simulation.wire import IoProcess, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
 from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, StepPlan, StepReport
 from s3kv.planning.kv import KVPlanner
@@ -70,6 +70,7 @@ class Seen:
     ttft_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
     gpu_tokens: int = 0
+    disk_tokens: int = 0
     computed_tokens: int = 0
 
 
@@ -93,24 +94,10 @@ class Stopwatch:
         return timed
 
 
-class Transport(Protocol):
-    """What moves an engine's objects, and tells the engine's `job_ended` of every end."""
-
-    def submit(self, job: BucketJob) -> None: ...
-
-    def cancel(self, job_id: int) -> None: ...
-
-    def withdraw(self, job_id: int) -> object: ...
-
-    def send(self, block_hash: bytes) -> None:
-        """Upload a chunk beside the queue."""
-        ...
-
-
 class Engine:
     """`io` is set right after construction: the two know each other."""
 
-    io: Transport
+    io: IoProcess
 
     def __init__(
         self,
@@ -276,6 +263,7 @@ class Engine:
         if external_tokens:
             request.loading = True
             self._loading[request.request_id] = request
+            self.seen.disk_tokens += self._disk_tokens(request, external_tokens)
             self._calls.admitted(request.request_id, (request.block_ids,), external_tokens)
         return True
 
@@ -283,6 +271,17 @@ class Engine:
         seen = self.seen
         seen.waited_s.append(request.waited_s)
         seen.gpu_tokens += request.local_tokens
+
+    def _disk_tokens(self, request: Request, external_tokens: int) -> int:
+        """Of the tokens that were fetched for the request, those from the disk."""
+        hashes, first = request.arrival.hashes, request.local_tokens // CHUNK_TOKENS
+        ends = range(0, external_tokens + CHUNK_TOKENS, CHUNK_TOKENS)
+        fetched = [self.planner.bucket_tokens(request.request_id, end) for end in ends]
+        return sum(
+            after - before
+            for block_hash, (before, after) in zip(hashes[first:], pairwise(fetched), strict=False)
+            if block_hash in self.io.near
+        )
 
     def _local_hit(self, arrival: Arrival) -> list[int]:
         return self._pool.hit(arrival.hashes, arrival.prompt_tokens, CHUNK_TOKENS)

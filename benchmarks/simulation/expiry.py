@@ -117,6 +117,7 @@ class KeptBucket:
         self._store = CountedStore(self.loop, object_bytes)
         self.counts = self._store.counts
         self._refreshers: list[Refresher] = []
+        self._fresh_until_s: dict[tuple[int, bytes], float] = {}
         self._cleaners: list[Cleaner] = []
         for replica in range(replicas):
             self._add_replica(max_bytes, replica, random.Random(f"{seed}/{replica}"))
@@ -159,6 +160,14 @@ class KeptBucket:
         self.counts["hits"] += 1
         self._refreshers[replica].hit(info)
         return True
+
+    def use(self, key: bytes, replica: int, now_s: float) -> None:
+        """Note a hit on a copy elsewhere, which does not know the age of the object, unless one has
+        been noted for which it is still fresh."""
+        if self._fresh_until_s.get((replica, key), 0.0) <= now_s:
+            self.loop.run_until(now_s)
+            fresh_s = self._refreshers[replica].exists(_name(key))
+            self._fresh_until_s[replica, key] = now_s + fresh_s
 
     def put(self, key: bytes, replica: int, now_s: float) -> bool:
         """Write it if it is not there; a use in any case. Returns whether it was written."""

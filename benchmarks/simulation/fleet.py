@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from benchmarks.simulation.disk import ADMISSIONS, Disk
 from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
 from benchmarks.simulation.expiry import KeptBucket
 from benchmarks.simulation.gpu import PagePool
@@ -62,6 +63,10 @@ class Setup:
     recompute_gate: str = option("on", "whether computing ends a wait", choices=("on", "off"))
     engine_dollars_per_hour: float = option(3.0, "price of an engine, for what hits spare")
     bucket_gib: float = option(4096.0, "budget of the bucket (bucket_bytes); 0: none")
+    engines_per_host: int = option(1, "engines that share a disk")
+    disk_gib: float = option(0.0, "local disk of a host, before the bucket; 0: none")
+    disk_admission: str = option("all", "what is written to it", choices=ADMISSIONS)
+    disk_gb_per_s: float = option(3.0, "of a disk, reads and writes together")
     seed: int = option(0, "of the first-byte times")
 
     @property
@@ -124,6 +129,7 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     engines = [
         make_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)
     ]
+    disks = _add_disks(timeline, setup, engines) if policy not in BASELINES else []
     for arrival in arrivals:
         engine = engines[arrival.engine(setup.engines, setup.routing)]
         timeline.at(arrival.time_s, partial(engine.arrive, arrival))
@@ -137,7 +143,21 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
         raise RuntimeError(f"{len(arrivals) - answered} requests of {len(arrivals)} still wait")
     planner_s = sum(engine.stopwatch.seconds for engine in engines)
     print(f"{policy}: planner {planner_s / len(arrivals) * 1e6:.0f} µs/request", file=sys.stderr)
-    return _figures(arrivals, setup, policy, engines, bucket)
+    return _figures(arrivals, setup, policy, engines, bucket, disks)
+
+
+def _add_disks(timeline: Timeline, setup: Setup, engines: Sequence[Engine]) -> list[Disk]:
+    """The disks of the hosts, if they have any."""
+    disks = []
+    for first in range(0, setup.engines if setup.disk_gib else 0, setup.engines_per_host):
+        sharing = engines[first : first + setup.engines_per_host]
+        max_bytes, bytes_per_s = setup.disk_gib * 2**30, setup.disk_gb_per_s * 1e9
+        object_bytes, admission = setup.layout.object_bytes, setup.disk_admission
+        disk = Disk(timeline, object_bytes, max_bytes, bytes_per_s, admission, len(sharing))
+        disks.append(disk)
+        for engine in sharing:
+            engine.io.disk = disk
+    return disks
 
 
 def make_engine(
@@ -188,14 +208,17 @@ def _figures(
     policy: str,
     engines: Sequence[Engine],
     bucket: Bucket,
+    disks: Sequence[Disk],
 ) -> dict[str, Any]:
     counters: Counter[str] = Counter()
     for engine in engines:
         counters.update(engine.planner.counters)
+    disk_tokens = sum(engine.seen.disk_tokens for engine in engines)
     tokens = {
         "gpu": sum(engine.seen.gpu_tokens for engine in engines),
         "host": counters["hit_tokens_host"],
-        "bucket": counters["hit_tokens_bucket"],
+        "disk": disk_tokens,
+        "bucket": counters["hit_tokens_bucket"] - disk_tokens,
         "computed": sum(engine.seen.computed_tokens for engine in engines),
     }
     prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
@@ -207,7 +230,11 @@ def _figures(
         "bucket_gib": setup.bucket_gib if is_on else 0,
         "tokens": tokens,
         "percent": {tier: round(100 * n / prompt_tokens, 2) for tier, n in tokens.items()},
-        **_bill(setup, bucket, tokens["bucket"], arrivals[-1].time_s),
+        **_bill(setup, bucket, counters["hit_tokens_bucket"], arrivals[-1].time_s),
+        "engines_per_host": setup.engines_per_host,
+        "disk_gib": setup.disk_gib if is_on else 0,
+        "disk_admission": setup.disk_admission,
+        "disk": _wear(disks, arrivals[-1].time_s),
         "requests_that_waited": len(waited_s),
         "wait_ms": percentiles_ms(waited_s, 50, 95, 99),
         "ttft_ms": percentiles_ms([s for e in engines for s in e.seen.ttft_s], 50, 95),
@@ -218,9 +245,21 @@ def _figures(
     }
 
 
+def _wear(disks: Sequence[Disk], seconds: float) -> dict[str, float]:
+    """What the disks did; `tb_per_day`: is written to each in a day that is like it."""
+    counts = sum((disk.counts for disk in disks), Counter[str]())
+    tb = disks[0].object_bytes / len(disks) / 1e12 if disks else 0.0
+    return {
+        **{name: counts[name] for name in ("reads", "writes", "dropped", "evicted")},
+        "tb_per_day": round(counts["writes"] * tb * 86_400 / seconds, 2),
+        "written_per_read": round(counts["writes"] / max(1, counts["reads"]), 2),
+    }
+
+
 def _bill(setup: Setup, bucket: Bucket, bucket_tokens: int, seconds: float) -> dict[str, Any]:
     """The bill of the run, and of a month that is like it: what the bucket costs, at its largest,
-    and the computing that hits in it spare. Without a budget a day's objects are stored."""
+    and the computing that hits in it and on a disk spare. Without a budget a day's objects are
+    stored."""
     requests, object_bytes = bucket.requests, setup.layout.object_bytes
     kept = Counter[str]() if bucket.kept is None else bucket.kept.counts
     puts = requests["put_new"] + requests["put_exists"]

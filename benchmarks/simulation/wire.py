@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from benchmarks.simulation.expiry import KeptBucket
 from s3kv.io.server.jobs import JobQueue
@@ -23,6 +24,9 @@ from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place
 from s3kv.types import Outcome
+
+if TYPE_CHECKING:
+    from benchmarks.simulation.disk import Disk
 
 _NOWHERE = Place.of(b"")
 
@@ -151,6 +155,9 @@ class IoProcess:
         place: int,
         on_end: Callable[[JobEnd], None],
     ) -> None:
+        self.disk: Disk | None = None
+        self.near: set[bytes] = set()
+        """Objects that were last fetched from the disk."""
         self._timeline = timeline
         self._bucket = bucket
         self._network = network
@@ -179,20 +186,6 @@ class IoProcess:
         self._queue.add(TransferJob(job.job_id, job.kind, "", block_hash, self._layout, _NOWHERE))
         self._start()
 
-    def send(self, block_hash: bytes) -> None:
-        """Upload a chunk beside the queue."""
-        answer_s = self._timeline.now_s + self._network.latency_s(self._rng)
-        nbytes, link = self._layout.object_bytes, self._links[JobKind.UPLOAD]
-
-        def answer() -> None:
-            link.carry(nbytes, partial(self._sent, block_hash))
-
-        self._timeline.at(answer_s, answer)
-
-    def _sent(self, block_hash: bytes) -> None:
-        is_new = self._bucket.add(block_hash, self._place, self._timeline.now_s)
-        self._bucket.requests["put_new" if is_new else "put_exists"] += 1
-
     def cancel(self, job_id: int) -> None:
         """It ends at once if it waits; if it runs, where its next byte would have come."""
         if not self.withdraw(job_id) and job_id in self._queue:
@@ -208,8 +201,17 @@ class IoProcess:
     def _start(self) -> None:
         while (job := self._queue.take()) is not None:
             now_s = self._timeline.now_s
+            disk = self.disk if job.kind is JobKind.FETCH else None
+            if disk and disk.read(job.block_hash, partial(self._was_read, job, now_s)):
+                continue
             answer_s = now_s + self._network.latency_s(self._rng)
             self._timeline.at(answer_s, partial(self._answered, job, now_s))
+
+    def _was_read(self, job: TransferJob, started_s: float) -> None:
+        if self._bucket.kept is not None:
+            self._bucket.kept.use(job.block_hash, self._place, self._timeline.now_s)
+        outcome = Outcome.CANCELLED if job.job_id in self._cancelled else Outcome.OK
+        self._ended(job, started_s, outcome, "disk")
 
     def _answered(self, job: TransferJob, started_s: float) -> None:
         if job.job_id in self._cancelled:
@@ -237,12 +239,20 @@ class IoProcess:
             # Another engine was first. Its answer comes after the body, as with most servers.
             self._bucket.requests["put_exists"] += 1
             outcome = Outcome.EXISTS
+        if self.disk is not None and outcome is not Outcome.CANCELLED:
+            self.disk.offer(job.block_hash, job.kind)
         self._ended(job, started_s, outcome)
 
-    def _ended(self, job: TransferJob, started_s: float, outcome: Outcome) -> None:
+    def _ended(
+        self, job: TransferJob, started_s: float, outcome: Outcome, source: str = ""
+    ) -> None:
         self._queue.end(job)
         self._cancelled.discard(job.job_id)
         nbytes = job.nbytes if outcome.is_success else 0
         seconds = self._timeline.now_s - started_s
-        self._on_end(JobEnd(job.job_id, job.kind, outcome, nbytes, seconds))
+        if outcome is Outcome.OK and job.kind is JobKind.FETCH:
+            (self.near.add if source else self.near.discard)(job.block_hash)
+        end = JobEnd(job.job_id, job.kind, outcome, nbytes, seconds, source=source)
+        end.near = bool(source)
+        self._on_end(end)
         self._start()

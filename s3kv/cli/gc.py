@@ -10,23 +10,28 @@ from functools import partial
 import click
 
 from s3kv.cli import show, walk
-from s3kv.cli.invocation import EPILOG, duration, now_s, on_bucket, print_json, size, with_settings
+from s3kv.cli.disk import disk_option, on_bucket_or_disk
+from s3kv.cli.invocation import EPILOG, duration, now_s, print_json, size, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
-from s3kv.stores.store import ObjectStore
+from s3kv.stores.store import Inventory
 from s3kv.upkeep.sweep import Sweep
 
 
 @click.command(epilog=EPILOG)
-@click.option("--max-bytes", type=size, help="Bytes to leave in the bucket, such as 2TiB.")
+@click.argument("namespace", required=False)
+@click.option("--max-bytes", type=size, help="Bytes to leave, such as 2TiB; 0: none.")
 @click.option(
     "--older-than", type=duration, help="Delete objects older than this, such as 7d or 12h."
 )
 @click.option("--dry-run", is_flag=True, help="Print the objects to delete, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Delete more than half of the bytes without asking.")
+@disk_option
 @with_settings
 def gc(
     config: Config,
+    namespace: str | None,
+    disk: str | None,
     max_bytes: int | None,
     older_than: float | None,
     dry_run: bool,
@@ -34,6 +39,8 @@ def gc(
     as_json: bool,
 ) -> None:
     """Delete the objects used longest ago, for stores without lifecycle rules.
+
+    With a NAMESPACE, or the beginning of its name, only its objects are counted and deleted.
 
     Age is the time since an object was last written or refreshed, by the store's clock, compared
     with the clock of this host. With --max-bytes the oldest objects go, in any namespace, until all
@@ -53,14 +60,15 @@ def gc(
     sweep = partial(
         Sweep, prefix=config.prefix, max_bytes=max_bytes, before_s=before_s, dry_run=dry_run
     )
+    run = partial(_run, config, namespace, disk, as_json)
     try:
         half = sweep if yes or dry_run else partial(sweep, approve=_approve_half)
-        _run(config, half, as_json)
+        run(half)
     except _MoreThanHalf as error:
         # Asked between two runs: within one, Ctrl-C would be left to its event loop.
         if not (sys.stdin.isatty() and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
             raise ConfigError(f"{error}: nothing was deleted; --yes deletes them") from None
-        _run(config, sweep, as_json)
+        run(sweep)
 
 
 class _MoreThanHalf(Exception):
@@ -73,23 +81,32 @@ def _approve_half(going: int, held: int) -> None:
         raise _MoreThanHalf(told)
 
 
-def _run(config: Config, sweep: Callable[..., Sweep], as_json: bool) -> None:
-    """Run a sweep, and print its results, even if the bucket stops answering halfway."""
+def _run(
+    config: Config,
+    namespace: str | None,
+    disk: str | None,
+    as_json: bool,
+    sweep: Callable[..., Sweep],
+) -> None:
+    """Run a sweep, and print its results, even if it breaks off halfway."""
     done: list[Sweep] = []
 
-    async def work(store: ObjectStore) -> None:
+    async def work(store: Inventory) -> None:
+        under = None
+        if namespace is not None:
+            under = (await walk.resolve(store, config.prefix, namespace)).root
         with show.bars() as on_progress:
-            done.append(sweep(store, on_progress=on_progress))
+            done.append(sweep(store, under=under, on_progress=on_progress))
             try:
                 await done[0].run()
             except _MoreThanHalf:
                 done.clear()
                 raise
-        if not done[0].namespaces:
-            await walk.report_empty(store, config.bucket, config.prefix)
+        if not done[0].namespaces and under is None:
+            await walk.report_empty(store, disk or config.bucket, config.prefix)
 
     try:
-        on_bucket(config, work)
+        on_bucket_or_disk(config, disk, work, deletes=True)
     finally:
         if done and done[0].namespaces:
             _print(done[0], as_json)

@@ -78,7 +78,10 @@ def with_settings(
         names = ("bucket", "prefix", "region", "endpoint_url")
         named = {name: options.pop(name) for name in names}
         with reporting_errors():
-            command(config=parsed(read_settings(file, named, assign)), **options)
+            settings = read_settings(file, named, assign)
+            if options.get("disk") is not None:
+                settings.setdefault("bucket", "not-asked")
+            command(config=parsed(settings), **options)
 
     return wrapped
 

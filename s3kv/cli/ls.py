@@ -1,4 +1,4 @@
-"""`s3kv ls`: the namespaces of a bucket, and the counts of their objects."""
+"""`s3kv ls`: the namespaces of a bucket or a disk, and the counts of their objects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import click
 from rich.table import Column
 
 from s3kv.cli import show, walk
-from s3kv.cli.invocation import EPILOG, now_s, on_bucket, print_json, with_settings
+from s3kv.cli.disk import disk_option, on_bucket_or_disk
+from s3kv.cli.invocation import EPILOG, now_s, print_json, with_settings
 from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
-from s3kv.stores.store import ObjectStore
+from s3kv.stores.store import Inventory
 
 _BAR_CHARS = 40
 
@@ -21,8 +22,11 @@ _BAR_CHARS = 40
 @click.command(epilog=EPILOG)
 @click.argument("namespace", required=False)
 @click.option("--summary", is_flag=True, help="Count objects, bytes and ages; compare manifests.")
+@disk_option
 @with_settings
-def ls(config: Config, namespace: str | None, summary: bool, as_json: bool) -> None:
+def ls(
+    config: Config, namespace: str | None, summary: bool, disk: str | None, as_json: bool
+) -> None:
     """List the namespaces, or count the objects of one NAMESPACE.
 
     With --summary it counts the objects of each namespace, the largest first, and shows the fields
@@ -30,19 +34,21 @@ def ls(config: Config, namespace: str | None, summary: bool, as_json: bool) -> N
     For one NAMESPACE it counts those and shows the whole manifest; the beginning of its name is
     enough. It lists every object, 1,000 per request.
 
+    With --disk it always counts. Models and manifests are in the bucket alone.
+
     With --json every line is a JSON document of its own, printed as soon as it is known.
     """
 
-    async def run(store: ObjectStore) -> None:
+    async def run(store: Inventory) -> None:
         if namespace is None:
             found, under = await walk.namespaces(store, config.prefix), None
             if not found:
-                await walk.report_empty(store, config.bucket, config.prefix)
+                await walk.report_empty(store, disk or config.bucket, config.prefix)
                 return
         else:
             place = await walk.resolve(store, config.prefix, namespace)
             found, under = [await walk.describe(store, place)], place.root
-        if not summary and namespace is None:
+        if not summary and namespace is None and disk is None:
             _print_namespaces(found, as_json)
             return
         with show.bars() as on_progress:
@@ -53,9 +59,10 @@ def ls(config: Config, namespace: str | None, summary: bool, as_json: bool) -> N
             for one in found:
                 print_json(_counted(one), indent=None)
         else:
-            _print_summary(found, walk.differing(found) if namespace is None else None)
+            fields = walk.differing(found) if namespace is None else None
+            _print_summary(found, fields, on_disk=disk is not None)
 
-    on_bucket(config, run)
+    on_bucket_or_disk(config, disk, run)
 
 
 def _named(one: NamespaceContent) -> dict[str, Any]:
@@ -86,7 +93,9 @@ def _print_namespaces(found: Sequence[NamespaceContent], as_json: bool) -> None:
     show.print_table(["namespace", "model"], rows)
 
 
-def _print_summary(found: Sequence[NamespaceContent], fields: Sequence[str] | None) -> None:
+def _print_summary(
+    found: Sequence[NamespaceContent], fields: Sequence[str] | None, *, on_disk: bool
+) -> None:
     """Print the counts, the ages of the bytes, and these fields of the manifests (None: all)."""
     columns: list[str | Column] = ["namespace", "model"]
     columns += show.numbers("objects", "bytes", "oldest", "newest")
@@ -106,7 +115,7 @@ def _print_summary(found: Sequence[NamespaceContent], fields: Sequence[str] | No
     show.print_table(columns, rows)
     by_age = {name: sum(one.bytes_by_age[name] for one in found) for name in walk.AGES}
     show.print_table(
-        ["last written", *show.numbers("bytes"), ""],
+        ["last used" if on_disk else "last written", *show.numbers("bytes"), ""],
         [
             (n, show.size(b), "█" * round(_BAR_CHARS * b / max(nbytes, 1)))
             for n, b in by_age.items()
@@ -119,5 +128,5 @@ def _print_summary(found: Sequence[NamespaceContent], fields: Sequence[str] | No
         if name in one.manifest
     ]
     told += [(o.namespace.digest, "no manifest of its own", "") for o in found if not o.manifest]
-    if told:
+    if told and not on_disk:
         show.print_table(["namespace", "manifest", ""], told)

@@ -13,7 +13,7 @@ from s3kv.cli.show import DAY_S, HOUR_S, Report
 from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects import keys
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
-from s3kv.stores.store import ObjectInfo, ObjectStore, read_small
+from s3kv.stores.store import Inventory, ObjectInfo, read_small
 from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 1000
@@ -65,7 +65,7 @@ class NamespaceContent:
         self.bytes_by_age[name] += info.nbytes
 
 
-async def namespaces(store: ObjectStore, prefix: str) -> list[NamespaceContent]:
+async def namespaces(store: Inventory, prefix: str) -> list[NamespaceContent]:
     """The namespaces under `prefix`, `MAX_NAMESPACES` at most. Raises `StoreError`."""
     found: list[NamespaceContent] = []
     for name in await _names(store, prefix):
@@ -77,7 +77,7 @@ async def namespaces(store: ObjectStore, prefix: str) -> list[NamespaceContent]:
     return found
 
 
-async def resolve(store: ObjectStore, prefix: str, start: str) -> keys.Namespace:
+async def resolve(store: Inventory, prefix: str, start: str) -> keys.Namespace:
     """The one namespace whose name begins with `start`. Raises `ConfigError` if there is none or
     more than one, and `StoreError`."""
     names = await _names(store, prefix)
@@ -94,7 +94,7 @@ async def resolve(store: ObjectStore, prefix: str, start: str) -> keys.Namespace
         raise ConfigError(f"{fitting[0]!r} is not a namespace: {error}") from error
 
 
-async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceContent:
+async def describe(store: Inventory, namespace: keys.Namespace) -> NamespaceContent:
     """A namespace, which need not exist, with its manifest and nothing counted. Raises
     `StoreError`."""
     came = await tried(lambda: read_small(store, namespace.manifest, MAX_MANIFEST_BYTES))
@@ -104,7 +104,7 @@ async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceCo
     return NamespaceContent(namespace, leaves(text) or {})
 
 
-async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
+async def report_empty(store: Inventory, bucket: str, prefix: str) -> None:
     """Say on stderr that nothing of s3kv is under `prefix`, and name some folders beside it. Raises
     `StoreError`."""
     parent = "".join(prefix.rpartition("/")[:2])
@@ -117,7 +117,7 @@ async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
 
 
 async def count(
-    store: ObjectStore,
+    store: Inventory,
     prefix: str,
     found: Iterable[NamespaceContent],
     now_s: float,
@@ -144,5 +144,5 @@ def differing(found: Iterable[NamespaceContent]) -> list[str]:
     return [name for name in names if len({manifest.get(name) for manifest in known}) > 1]
 
 
-async def _names(store: ObjectStore, prefix: str) -> list[str]:
+async def _names(store: Inventory, prefix: str) -> list[str]:
     return list(await tried(lambda: store.folders(keys.all_namespaces(prefix), MAX_NAMESPACES)))

@@ -151,7 +151,7 @@ class ECSchedulerSide(Guarded):
         ledger = Ledger(
             Table(Extents.of(config.host_bytes if may_load else 0)),
             BucketIndex(capacity=_INDEX_ITEMS),
-            Breaker(),
+            Breaker(has_disk=config.disk_path is not None),
             world_size=1,
             may_save=may_save,
         )

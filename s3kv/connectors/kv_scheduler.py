@@ -165,7 +165,7 @@ class SchedulerSide(Guarded):
         ledger = Ledger(
             Table(room, dict(enumerate(object_bytes))),
             BucketIndex(capacity=_INDEX_CHUNKS),
-            Breaker(),
+            Breaker(has_disk=config.disk_path is not None),
             world_size=self._world_size,
             may_save=self._may_save,
             residency=self._events.log,

@@ -110,7 +110,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         blocks = offloading.cache.blocks_per_chunk
         self.planner = OffloadPlanner(
             BucketIndex(capacity=_INDEX_CHUNKS),
-            Breaker(),
+            Breaker(has_disk=config.disk_path is not None),
             Pace(fetches_at_once=config.fetches_at_once(row_bytes)),
             rows=rows,
             chunk_tokens=blocks * max(group.tokens_per_block for group in offloading.groups),

@@ -43,7 +43,7 @@ class HostTier:
         self.ledger = Ledger(
             Table(EqualSlots(slots.count, slots.slot_bytes)),
             BucketIndex(capacity=_INDEX_BLOCKS),
-            Breaker(),
+            Breaker(has_disk=tier.handshake.config.disk_path is not None),
             world_size=1,
         )
         self.pump = Pump(tier, self._on_done, self._is_busy)
@@ -178,9 +178,10 @@ class HostTier:
         be absent from the bucket, or cannot be fetched now."""
         if self.ledger.state(key) is ChunkState.FETCHING:
             return self.ledger.fetch_job(key)
-        if self.pump.is_closing or self.ledger.refusal(key, time.monotonic()) is not None:
+        now_s = time.monotonic()
+        if self.pump.is_closing or self.ledger.refusal(key, now_s) is not None:
             return None
-        job = self.ledger.plan_fetch(key)
+        job = self.ledger.plan_fetch(key, now_s)
         if job is not None:
             self.pump.submit(job.for_bucket())
         return job
@@ -277,7 +278,7 @@ class HostTier:
 
     def _end(self, end: JobEnd) -> None:
         job = self.ledger.on_end(end, time.monotonic())
-        if job is not None and end.outcome.is_success:
+        if job is not None and job.asked_bucket and end.outcome.is_success:
             self._owed.pop(job.key, None)
         if job is not None and job.key in self.ledger.unsaved:
             self._owe(job.key)

@@ -5,7 +5,8 @@
        └──────────────success─────────────────┼──────success─────────┤
                                                └──failure, pause × 2──┘
 
-Half-open lets one call through per pause; its outcome decides.
+Half-open lets one call through per pause; its outcome decides. If it ends without the store, the
+next call may find out.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class BreakerState(enum.Enum):
 @dataclass(slots=True, eq=False, kw_only=True)
 class Breaker:
     """The breaker of one store. Used from one thread; the caller passes the time. Any answer is a
-    success, "no such object" included. threshold: failures in a row that open it."""
+    success, "no such object" included. threshold: failures in a row that open it. has_disk: whether
+    a fetch that may not call the store is near instead of refused: it asks this host's disk."""
 
     threshold: int = 5
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
+    has_disk: bool = False
     state: BreakerState = BreakerState.CLOSED
     _failures: int = 0
     _pause_s: float = 0.0
@@ -45,14 +48,21 @@ class Breaker:
         self._open_until_s = now_s + self._pause_s
         return True
 
+    def is_near(self, now_s: float) -> bool:
+        """Whether a fetch made now must be near. Asks `allows`, if there is a disk."""
+        return self.has_disk and not self.allows(now_s)
+
     def is_open(self, now_s: float) -> bool:
         """Whether `allows` would return False. This call changes nothing."""
         return self.state is not BreakerState.CLOSED and now_s < self._open_until_s
 
-    def saw(self, outcome: Outcome, now_s: float) -> None:
+    def saw(self, outcome: Outcome, now_s: float, *, near: bool = False) -> None:
         """Note the outcome of a call. A cancelled call, and one that no store would take, say
-        nothing about this store."""
-        if outcome in (Outcome.FAILED, Outcome.DENIED):
+        nothing about this store. Nor does one that has ended without it (`near`)."""
+        if near:
+            if self.state is BreakerState.HALF_OPEN:
+                self._open_until_s = now_s
+        elif outcome in (Outcome.FAILED, Outcome.DENIED):
             self.failed(now_s)
         elif outcome not in (Outcome.CANCELLED, Outcome.INVALID):
             self.succeeded()

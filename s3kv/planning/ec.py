@@ -28,6 +28,7 @@ from s3kv.planning.deadline import Deadline, Forecast, Wait, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
+from s3kv.planning.pace import FetchTime
 from s3kv.types import ItemShape
 
 
@@ -123,7 +124,7 @@ class ECPlanner:
             request.wait.until_s = deadline.until_s
             return True
         if deadline.pays and request.wait.arrived_s < now_s:
-            self.pace.fetch.gave_up(now_s - request.wait.arrived_s)
+            self._times(request).gave_up(now_s - request.wait.arrived_s)
             self._news += 1
         self.counters["deadline_cuts"] += 1
         for identifier, job in request.pending.items():
@@ -172,8 +173,9 @@ class ECPlanner:
         if room is None:
             self.counters["items_too_large"] += 1
             return None
-        job = ledger.plan_fetch(wanted.key, room) if not ledger.refusal(wanted.key, now_s) else None
-        if job is not None:
+        if ledger.refusal(wanted.key, now_s):
+            return None
+        if (job := ledger.plan_fetch(wanted.key, now_s, room)) is not None:
             job.about = wanted
             shape = ItemShape(wanted.rows, job.entry.nbytes)
             self._fetches.append(job.for_bucket(shape))
@@ -184,7 +186,7 @@ class ECPlanner:
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
-        fetch = self.pace.fetch
+        fetch = self._times(request)
         return decide(
             WaitFacts(
                 now_s=now_s,
@@ -197,6 +199,9 @@ class ECPlanner:
                 gate=self._settings.recompute_gate,
             )
         )
+
+    def _times(self, request: _ItemRequest) -> FetchTime:
+        return self.pace.of(near=all(job.near for job in request.pending.values()))
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended or was aborted. Cancels fetches without other waiters,
@@ -307,7 +312,8 @@ class ECPlanner:
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)
             self.counters["fetch_bytes"] += end.nbytes
-        self.pace.fetch.ended(end.outcome, end.nbytes, end.seconds, end.source)
+        fetch = self.pace.of(near=not job.asked_bucket)
+        fetch.ended(end.outcome, end.nbytes, end.seconds, end.source)
         for request_id, identifier in job.waiters:
             request = self._requests[request_id]
             del request.pending[identifier]

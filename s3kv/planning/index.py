@@ -10,9 +10,10 @@ The bucket sees no use of a chunk that is served above it, and may have deleted 
 So "present" is good until a time that comes with it. The first use after that puts the chunk on a
 list of those that the bucket is asked about.
 
-A verdict is on the bucket alone. A source that is asked before the bucket passes on a fetch of what
-it does not have, so its "absent" reaches nobody. Its "present" says nothing about the bucket; today
-every source reads the bucket, and `Ledger._present` takes each success for the bucket's.
+A verdict is on the bucket alone. An end without the bucket (`JobEnd.near`) is none: an absence on
+this host counts for nothing. What is there is a copy of what the bucket had. So it counts as
+present and out of date, unless the bucket is known to have it: the next use asks the bucket, and
+what the bucket has lost is uploaded again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from s3kv.objects.item_format import object_bytes, width_of
-from s3kv.planning.pace import FetchTime
+from s3kv.planning.pace import FetchPace
 from s3kv.types import ChunkKey
 
 _SMOOTHING = 0.2
@@ -70,16 +70,14 @@ class ItemSizes:
         self._widths.setdefault(wanted.modality, self.width(wanted, nbytes))
 
 
-class EncodingPace:
-    """Speeds of one engine. encode_rows_per_s: value assumed before the first measurement."""
-
-    __slots__ = ("_encode_measured", "_encode_rows_per_s", "fetch")
+class EncodingPace(FetchPace):
+    """Speeds of one engine. The time of an item's fetch goes by the bytes that arrive until then.
+    encode_rows_per_s: value assumed before the first measurement."""
 
     def __init__(self, *, encode_rows_per_s: float) -> None:
+        super().__init__()
         self._encode_rows_per_s = encode_rows_per_s
         self._encode_measured = False
-        self.fetch = FetchTime()
-        """Of an item, by the bytes that arrive up to its end."""
 
     def encoded(self, rows: int, seconds: float) -> None:
         """Note that the encoder took `seconds` for `rows` rows."""

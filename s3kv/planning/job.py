@@ -36,6 +36,10 @@ class Job:
     """Longest time that any rank worked on it, without the wait for its turn."""
     source: str = ""
     """`JobEnd.source` of that rank."""
+    near: bool = False
+    """`BucketJob.near`."""
+    asked_bucket: bool = False
+    """Whether it ended on any rank with sources beyond this host; see `JobEnd.near`."""
     outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
     waiters: list[Any] = field(default_factory=list)
     """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
@@ -59,7 +63,7 @@ class Job:
         """The message that has the I/O process carry it out; of a save, the upload after it."""
         kind = JobKind.UPLOAD if self.kind is JobKind.SAVE else self.kind
         slot = self.held.number if self.held is not None else 0
-        return BucketJob(self.job_id, kind, self.key, slot, item)
+        return BucketJob(self.job_id, kind, self.key, slot, item, self.near)
 
     def for_copies(self) -> SaveJob:
         """The message that has the ranks carry out a save."""
@@ -74,6 +78,7 @@ class Job:
         if end.seconds >= self.seconds:
             self.seconds, self.source = end.seconds, end.source
         self.fresh_s = min(self.fresh_s, end.fresh_s)
+        self.asked_bucket |= not end.near
         if self.nbytes is not None:
             self.nbytes += end.nbytes
         return left == 0

@@ -216,7 +216,8 @@ class KVPlanner:
         wait, pace = request.wait, self.pace
         wait.begin(now_s, request.hashes.count - lookup.secured)
         # Chunks of other requests also arrive before the last of these.
-        ahead = self.ledger.fetches_ahead_of(lookup.awaited())
+        awaited = lookup.awaited()
+        ahead, near = self.ledger.fetches_ahead_of(awaited), all(job.near for job in awaited)
         deadline = decide(
             WaitFacts(
                 now_s=now_s,
@@ -224,7 +225,7 @@ class KVPlanner:
                 missing=lookup.limit - lookup.secured,
                 unproven=lookup.unproven,
                 compute_s=pace.compute_s(self._chunk_tokens),
-                forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds),
+                forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds, near=near),
                 max_wait_s=self._settings.max_wait_s,
                 gate=self._settings.recompute_gate,
             )
@@ -236,7 +237,7 @@ class KVPlanner:
             return True
         self.counters["deadline_cuts"] += 1
         if deadline.pays and wait.arrived_s < now_s:
-            pace.gave_up(now_s - wait.arrived_s, ahead)
+            pace.gave_up(now_s - wait.arrived_s, ahead, near=near)
         return False
 
     def _offer(self, request: PlannedRequest) -> Answer:
@@ -375,10 +376,11 @@ class KVPlanner:
 
     def _fetch_ended(self, job: Job, now_s: float) -> None:
         outcome, ended_with = job.outcomes[JobKind.FETCH], self.ledger.fetches_inflight + 1
-        self.pace.fetched(outcome, job.seconds, job.began_with, ended_with, job.source)
+        near = not job.asked_bucket
+        self.pace.fetched(outcome, job.seconds, job.began_with, ended_with, job.source, near=near)
         for lookup, position in job.waiters:
             if position == lookup.probe and (outcome.is_success or outcome is Outcome.MISSING):
-                self.pace.fetch.probed(found=outcome.is_success)
+                self.pace.of(near=job.near).probed(found=outcome.is_success)
             lookup.fetch_ended(position, job, now_s)
 
     @property

@@ -17,6 +17,8 @@ These rules make it safe:
   end of the job. Only after that is its memory untouched.
 - An entry is usable only in DIRTY and CLEAN, which every rank has confirmed.
 - A key on its way is not requested again: a request for it joins the job's waiters.
+- While the breaker is open, nothing is fetched but from this host's disk, if it has one. An end
+  without the bucket says nothing about the bucket.
 - A key that is computed while it is being fetched is saved beside the fetch, which then fills a
   place without a key and ends for nothing. So no answer of the bucket decides whether it is kept.
 - Unsaved entries (`planning.uploads`) may be evicted, so an outage does not fill host memory with
@@ -133,20 +135,22 @@ class Ledger:
         if not known and self.index.is_absent(key, now_s):
             self.counters["fetches_spared"] += 1
             return "absent"
-        if not self.breaker.allows(now_s):
+        if not (self.breaker.has_disk or self.breaker.allows(now_s)):
             self.counters["fetches_refused_by_breaker"] += 1
             return "breaker"
         return None
 
-    def plan_fetch(self, key: ChunkKey, nbytes: int | None = None) -> Job | None:
-        """Plan the fetch of an absent key. nbytes: largest length of the object, if the length is
-        known only at the end. Returns None, and changes nothing, if there is no room."""
+    def plan_fetch(self, key: ChunkKey, now_s: float, nbytes: int | None = None) -> Job | None:
+        """Plan the fetch of an absent key, unless `refusal` has a reason not to. nbytes: largest
+        length of the object, if the length is known only at the end. Returns None, and changes
+        nothing, if there is no room."""
         entry = self._reserve(key, nbytes, replace=False)
         if entry is None:
             self.counters["fetches_without_room"] += 1
             return None
         job = self._register(JobKind.FETCH, key, entry)
         job.nbytes = None if nbytes is None else 0
+        job.near = self.breaker.is_near(now_s)
         self.fetches_inflight += 1
         self.counters["fetches"] += 1
         job.sequence = self.counters["fetches"]
@@ -246,7 +250,8 @@ class Ledger:
         self.fetches_inflight -= 1
         outcome = job.outcomes[JobKind.FETCH]
         self.counters[f"fetch_{outcome.name.lower()}"] += 1
-        self.breaker.saw(outcome, now_s)
+        if not job.near:
+            self.breaker.saw(outcome, now_s, near=not job.asked_bucket)
         is_replaced = self.table.lookup(job.key) is not job.entry
         if is_replaced or not outcome.is_success:
             self.table.abandon(job.entry)
@@ -259,7 +264,7 @@ class Ledger:
             return
         if is_replaced:
             return  # The save's end decides what is known of the key.
-        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+        if job.asked_bucket and outcome in (Outcome.MISSING, Outcome.CORRUPT):
             if job.is_computed:
                 self.counters["saves_dropped"] += 1
                 self.counters["saves_believed_present"] += 1
@@ -280,8 +285,9 @@ class Ledger:
                 self.unsaved.hit(job.key)
 
     def _present(self, job: Job, now_s: float) -> None:
-        self._note(job.key, Residency.BUCKET_STORED)
-        self.index.note_present(job.key, now_s + job.fresh_s)
+        if job.asked_bucket or not self.index.is_present(job.key):
+            self._note(job.key, Residency.BUCKET_STORED)
+            self.index.note_present(job.key, now_s + job.fresh_s)
 
     def _absent(self, key: ChunkKey, now_s: float) -> None:
         if self.residency is not None and self.index.is_present(key):

@@ -195,9 +195,9 @@ class Lookup(ABC):
         limit = self.limit
         return [job for position, job in self.pending.items() if position < limit]
 
-    def order(self, position: int, key: ChunkKey) -> Job | None:
+    def order(self, position: int, key: ChunkKey, now_s: float) -> Job | None:
         """Order the fetch of a chunk. None: there is no room, and the next lookup tries again."""
-        if (job := self.ledger.plan_fetch(key)) is not None:
+        if (job := self.ledger.plan_fetch(key, now_s)) is not None:
             self.planned.append(job)
             if (residency := self.ledger.residency) is not None:
                 residency.append(Origin(key, self.request_id, position))

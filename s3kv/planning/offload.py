@@ -129,10 +129,9 @@ class OffloadPlanner:
 
     def finish(self, request_id: str) -> None:
         """Forget a request. Its fetches continue, because others may wait for the same rows."""
-        request = self._requests.pop(request_id, None)
         self._active.pop(request_id, None)
         self.retries.pop(request_id, None)
-        if request is not None:
+        if (request := self._requests.pop(request_id, None)) is not None:
             self._release(request)
             self._probes -= request.probes
 
@@ -175,7 +174,7 @@ class OffloadPlanner:
             if len(request.promised) < self._promised:
                 return self._retry(request_id, request, key, end_token)
             return self._refuse("fetches_without_room")
-        if not self.breaker.allows(now_s):
+        if not (self.breaker.has_disk or self.breaker.allows(now_s)):
             return self._refuse("fetches_refused_by_breaker")
         request.promised.add(key)
         self._promised += 1
@@ -255,6 +254,8 @@ class OffloadPlanner:
         if now_s < wait.until_s:
             return
         wait.wanted = max(1, len(request.promised) + retries)
+        near = {self.transfers.jobs[job_id].near for job_id in request.fetching.values()} == {True}
+        rounds = (retries // request.window).bit_length()
         deadline = decide(
             WaitFacts(
                 now_s=now_s,
@@ -262,7 +263,7 @@ class OffloadPlanner:
                 missing=missing,
                 unproven=request.probes,
                 compute_s=self._compute_s,
-                forecast=self.pace.forecast(missing, (retries // request.window).bit_length()),
+                forecast=self.pace.forecast(missing, rounds, near=near),
                 max_wait_s=self._max_wait_s,
                 gate=self._recompute_gate,
             )
@@ -271,7 +272,7 @@ class OffloadPlanner:
             wait.until_s = deadline.until_s
             return
         if deadline.pays and wait.arrived_s < now_s:
-            self.pace.gave_up(now_s - wait.arrived_s, missing)
+            self.pace.gave_up(now_s - wait.arrived_s, missing, near=near)
         self.counters["deadline_cuts"] += 1
         request.is_closed = True
         self.transfers.cancels += request.fetching.values()
@@ -283,10 +284,9 @@ class OffloadPlanner:
         self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
     ) -> list[BucketJob]:
         """Begin vLLM's load of keys, each into its row. Returns the fetches."""
-        request = self._requests.get(request_id)
-        transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=True)
-        jobs = [self.transfers.add(transfer, key, row) for key, row in keys]
-        if request is not None:
+        load = self.transfers.begin(transfer_id, request_id, now_s, is_load=True)
+        jobs = [self.transfers.add(load, *row, near=self.breaker.is_near(now_s)) for row in keys]
+        if (request := self._requests.get(request_id)) is not None:
             for job in jobs:
                 self.transfers.jobs[job.job_id].is_probe = request.new.pop(job.key, False)
                 request.fetching[job.key] = job.job_id
@@ -294,7 +294,7 @@ class OffloadPlanner:
             request.wait.asked_s = now_s
             request.wait.wake()
         self.counters["fetches"] += len(jobs)
-        self.transfers.end_if_done(transfer, now_s)
+        self.transfers.end_if_done(load, now_s)
         return jobs
 
     def store(
@@ -361,8 +361,8 @@ class OffloadPlanner:
         self.counters[f"{end.kind.value}_{outcome.name.lower()}"] += 1
         if end.reason:
             self.counters[f"fetch_corrupt_{end.reason}"] += 1
-        if outcome is not Outcome.DENIED or job.transfer.is_load:
-            self.breaker.saw(outcome, now_s)
+        if not job.near and (outcome is not Outcome.DENIED or job.transfer.is_load):
+            self.breaker.saw(outcome, now_s, near=end.near)
         if job.transfer.is_load:
             self._fetched(job, end, now_s)
         if outcome.is_success:
@@ -372,8 +372,8 @@ class OffloadPlanner:
 
     def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
         key, request = job.key.chunk, self._requests.get(job.transfer.request_id)
-        began_with, ended_with = job.began_with, self.transfers.fetches + 1
-        self.pace.fetched(end.outcome, end.seconds, began_with, ended_with, end.source)
+        began, ended, source = job.began_with, self.transfers.fetches + 1, end.source
+        self.pace.fetched(end.outcome, end.seconds, began, ended, source, near=end.near)
         if request is None:
             return
         request.fetching.pop(key, None)
@@ -392,9 +392,9 @@ class OffloadPlanner:
     def _learn(self, key: RowKey, end: JobEnd, now_s: float) -> None:
         """Note the bucket's answer, if it is one, in the index and among the changes."""
         was_there = self.index.is_present(key.chunk)
-        if end.outcome.is_success:
+        if end.outcome.is_success and not (end.near and was_there):
             self.index.note_present(key.chunk, now_s + end.fresh_s)
-        elif end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
+        elif not end.near and end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
             self.index.note_absent(key.chunk, now_s)
         if self._is_observed and was_there is not self.index.is_present(key.chunk):
             self.changes.append((key.name, not was_there))

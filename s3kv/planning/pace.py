@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from s3kv.planning.deadline import Forecast
 from s3kv.types import Outcome
@@ -55,7 +56,7 @@ class FetchTime:
     """Estimate of a fetch's time: a latency, plus a time per unit `n` of the load on the network
     (fetches under way, or bytes up to the end of the fetch).
 
-    It is a line for each source (`JobEnd.source`), so that a near source does not make the bucket
+    It is a line for each source (`JobEnd.source`), so that a fast source does not make the bucket
     look fast, nor the bucket make it look slow. If one connection is the limit, only the latency
     shows; on a full network, only the time per unit. The bucket is expected to answer, because it
     is asked last and has the most; until it has answered, the source that answered last is.
@@ -111,8 +112,22 @@ class FetchTime:
         return max(measured_s, self._at_least_s)
 
 
-class Pace:
-    """Speeds of one engine. Times are seconds of one monotonic clock, passed in.
+class FetchPace:
+    """Times of fetches, apart for those that ask the bucket and those that end without it (`near`).
+    A request that awaits near fetches alone does not wait for the bucket."""
+
+    def __init__(self) -> None:
+        self.fetch, self.near = FetchTime(), FetchTime()
+        self.near_share = 0.0
+        """Share of the recent hits that did not need the bucket."""
+
+    def of(self, *, near: bool) -> FetchTime:
+        return self.near if near else self.fetch
+
+
+class Pace(FetchPace):
+    """Speeds of one engine. Times are seconds of one monotonic clock, passed in. The time of a
+    chunk's fetch goes by the fetches under way beside it.
 
     fetches_at_once: fetches the I/O process sends at once; the others queue there.
     prefill_tokens_per_s: assumed until a step has been measured.
@@ -121,11 +136,10 @@ class Pace:
     def __init__(
         self, *, fetches_at_once: int, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     ) -> None:
+        super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._squared_tokens = self._token_seconds = 0.0
         self._fetches_at_once = fetches_at_once
-        self.fetch = FetchTime()
-        """Of a chunk, by the fetches under way beside it."""
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         """Those that are measured: number, start in seconds, tokens."""
         self._step_number = 0
@@ -133,17 +147,28 @@ class Pace:
         self._step_ended_s = -math.inf
 
     def fetched(
-        self, outcome: Outcome, seconds: float, began_with: int, ended_with: int, source: str = ""
+        self,
+        outcome: Outcome,
+        seconds: float,
+        began_with: int,
+        ended_with: int,
+        source: str = "",
+        *,
+        near: bool = False,
     ) -> None:
         """Note the end of a chunk's fetch, `seconds` after its request was sent.
 
-        began_with, ended_with: fetches under way at its start and end, this one included.
+        began_with, ended_with: fetches under way at its start and end, this one included. near:
+        whether it ended without the bucket.
         """
-        self.fetch.ended(outcome, self._concurrency(began_with, ended_with), seconds, source)
+        load = self._concurrency(began_with, ended_with)
+        self.of(near=near).ended(outcome, load, seconds, source)
+        if outcome.is_success:
+            self.near_share += _SMOOTHING * (near - self.near_share)
 
-    def gave_up(self, waited_s: float, chunks: int) -> None:
+    def gave_up(self, waited_s: float, chunks: int, *, near: bool = False) -> None:
         """Note a wait whose time ran out after `waited_s`; the last of `chunks` had not arrived."""
-        self.fetch.gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
+        self.of(near=near).gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
         most = self._fetches_at_once
@@ -184,17 +209,29 @@ class Pace:
         """Expected time to prefill `tokens`."""
         return tokens / self.prefill_tokens_per_s
 
-    def forecast(self, chunks: int, rounds: int) -> Forecast:
+    def forecast(self, chunks: int, rounds: int, *, near: bool = False) -> Forecast:
         """Forecast of the fetches until the last of `chunks` has arrived.
 
         rounds: number of times that an answer must arrive before more chunks can be requested.
+        near: whether no fetch that is waited for asks the bucket.
         """
-        fetch, load = self.fetch, self._concurrency(chunks, 1)
-        all_s, alone_s = fetch.at(load), fetch.at(1)
+        fetch, load = self.of(near=near), self._concurrency(chunks, 1)
+        all_s = self._expected(FetchTime.at, load, near=near)
+        alone_s = self._expected(FetchTime.at, 1, near=near)
         if all_s is not None and alone_s is not None:
             all_s = all_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
         # Beside other requests a wait costs the engine nothing, and a hit spares it work.
         absent_share = fetch.absent_share if self._is_idle else 0.0
-        return Forecast(
-            all_s, fetch.measured(load), fetch.measured(1), fetch.absence_s, absent_share
-        )
+        fetch_s = self._expected(FetchTime.measured, load, near=near)
+        measured_s = self._expected(FetchTime.measured, 1, near=near)
+        return Forecast(all_s, fetch_s, measured_s, fetch.absence_s, absent_share)
+
+    def _expected(
+        self, time: Callable[[FetchTime, float], float | None], load: float, *, near: bool
+    ) -> float | None:
+        """Seconds of a fetch: of the bucket and the sources of this host, by their shares of the
+        recent hits."""
+        there = time(self.of(near=near), load)
+        if near or not self.near_share or (here := time(self.near, load)) is None:
+            return there
+        return here if there is None else there - self.near_share * max(0.0, there - here)

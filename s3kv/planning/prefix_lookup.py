@@ -131,7 +131,7 @@ class PrefixLookup(Lookup):
             refusal = ledger.refusal(key, now_s, known=not in_window)
             if refusal == "absent":
                 self.end = position
-            job = None if refusal else self.order(position, key)
+            job = None if refusal else self.order(position, key, now_s)
             if self.probe is None and job is not None and not ledger.index.is_present(key):
                 self.probe = position
         return self.join(position, job, now_s)

@@ -57,10 +57,11 @@ class RowTransfer:
 @dataclass(slots=True)
 class RowJob:
     """A job of the I/O process on one row. is_probe: the bucket was not known to have the chunk.
-    began_with: fetches under way at its start, itself included."""
+    began_with: fetches under way at its start, itself included. near: `BucketJob.near`."""
 
     key: RowKey
     transfer: RowTransfer
+    near: bool
     is_probe: bool = False
     began_with: int = 0
 
@@ -91,12 +92,12 @@ class RowTransfers:
         self._transfers[transfer_id] = transfer
         return transfer
 
-    def add(self, transfer: RowTransfer, key: RowKey, row: int) -> BucketJob:
+    def add(self, transfer: RowTransfer, key: RowKey, row: int, *, near: bool = False) -> BucketJob:
         """Add the job that moves a key to or from its row."""
         self.fetches += transfer.is_load
         kind = JobKind.FETCH if transfer.is_load else JobKind.UPLOAD
-        job = BucketJob(self.new_id(), kind, key.chunk, row)
-        self.jobs[job.job_id] = RowJob(key, transfer, began_with=self.fetches)
+        job = BucketJob(self.new_id(), kind, key.chunk, row, near=near)
+        self.jobs[job.job_id] = RowJob(key, transfer, near, began_with=self.fetches)
         transfer.jobs_left += 1
         return job
 

@@ -110,7 +110,7 @@ class StateLookup(Lookup):
         if refusal == "absent":
             self.gone.add(position)
             return True
-        return self.join(position, None if refusal else self.order(position, key), now_s)
+        return self.join(position, None if refusal else self.order(position, key, now_s), now_s)
 
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
         outcome = job.outcomes[JobKind.FETCH]

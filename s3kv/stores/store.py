@@ -53,13 +53,8 @@ MAX_BATCH = 1000
 """Most objects in one DeleteObjects request of S3."""
 
 
-class ObjectStore(Protocol):
-    """A bucket. Keys are relative to the bucket and are used as given."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of all requests so far, of every method."""
-        ...
+class Inventory(Protocol):
+    """The part of a store that counting and deleting its objects need."""
 
     async def get_into(
         self, key: str, place: Place, claim: Claim | None = None
@@ -73,6 +68,41 @@ class ObjectStore(Protocol):
         Nothing writes to `place` after the coroutine has ended (returned, raised or been
         cancelled), so that the caller can reuse it.
         """
+        ...
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """The object's metadata, or None if there is no such object."""
+        ...
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
+
+        Returns the keys of the objects it left because they had changed. After an error some
+        objects may be gone.
+        """
+        ...
+
+    def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        """List every object whose key starts with `prefix`, in key order if the store has one (a
+        directory bucket of AWS has none, and lists only prefixes that end with a slash).
+
+        after: list only keys after this one; only for stores with a key order.
+        """
+        ...
+
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        """List the folders directly under `prefix`: of each key the part between `prefix` and the
+        next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
+        1000."""
+        ...
+
+
+class ObjectStore(Inventory, Protocol):
+    """A bucket. Keys are relative to the bucket and are used as given."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of all requests so far, of every method."""
         ...
 
     async def get_range(
@@ -104,10 +134,6 @@ class ObjectStore(Protocol):
         """
         ...
 
-    async def head(self, key: str) -> ObjectInfo | None:
-        """The object's metadata, or None if there is no such object."""
-        ...
-
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         """Remove the object; a missing object is no error.
 
@@ -116,31 +142,9 @@ class ObjectStore(Protocol):
         """
         ...
 
-    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
-        """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
-
-        Returns the keys of the objects it left because they had changed. After an error some
-        objects may be gone.
-        """
-        ...
-
     async def erase(self, key: str) -> bool:
         """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
         else writes. Returns False if versions stay, because the credentials may not delete them."""
-        ...
-
-    def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        """List every object whose key starts with `prefix`, in key order if the store has one (a
-        directory bucket of AWS has none, and lists only prefixes that end with a slash).
-
-        after: list only keys after this one; only for stores with a key order.
-        """
-        ...
-
-    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        """List the folders directly under `prefix`: of each key the part between `prefix` and the
-        next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
-        1000."""
         ...
 
     async def check(self, prefix: str | None = None) -> bool:
@@ -158,7 +162,7 @@ class ObjectStore(Protocol):
 
 
 async def read_small(
-    store: ObjectStore, key: str, most_bytes: int
+    store: Inventory, key: str, most_bytes: int
 ) -> tuple[ObjectInfo, bytes] | None:
     """Read an object into memory of its own. Returns its metadata and its content, which is empty
     if it has more than `most_bytes`; None if there is no such object."""

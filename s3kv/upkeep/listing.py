@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects import keys
-from s3kv.stores.store import ObjectInfo, ObjectStore
+from s3kv.stores.store import Inventory, ObjectInfo
 
 PAUSES_S = (0.2, 1.0, 5.0)
 """Pauses before each further try. One tool asks at a time, so they need no jitter."""
@@ -36,7 +36,7 @@ async def tried(
     return await call()
 
 
-async def listed(store: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
+async def listed(store: Inventory, prefix: str) -> AsyncIterator[ObjectInfo]:
     """The objects of `store.list(prefix)`, resumed where it broke off while the store was
     unavailable.
 
@@ -61,7 +61,7 @@ async def listed(store: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
 
 
 async def owned(
-    store: ObjectStore, prefix: str, under: str | None = None
+    store: Inventory, prefix: str, under: str | None = None
 ) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
     """Every object of the namespaces under `prefix`, and no object of anybody else. The address is
     that of a chunk or item; None for a manifest and a shape.
@@ -76,7 +76,7 @@ async def owned(
 
 
 async def chunks(
-    store: ObjectStore, prefix: str, under: str | None = None
+    store: Inventory, prefix: str, under: str | None = None
 ) -> AsyncIterator[tuple[keys.ChunkAddress, ObjectInfo]]:
     """Every chunk and item of the namespaces under `prefix`. under: as for `owned`."""
     async for _, address, info in owned(store, prefix, under):

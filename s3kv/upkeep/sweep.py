@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from s3kv.objects.keys import Namespace
 from s3kv.stores.lanes import in_lanes, in_turn
-from s3kv.stores.store import MAX_BATCH, ObjectInfo, ObjectStore
+from s3kv.stores.store import MAX_BATCH, Inventory, ObjectInfo
 from s3kv.upkeep.ages import Ages, Cut
 from s3kv.upkeep.listing import chunks, owned, tried
 
@@ -86,8 +86,9 @@ class Sweep:
     """One run over the bucket. Belongs to one asyncio loop. `namespaces` holds the results so far,
     even if `run` has raised.
 
-    Times are seconds since the epoch. max_bytes: the most that may be left; None for no limit.
-    before_s: objects last written before this go. spare_s: objects last written since then stay.
+    Times are seconds since the epoch. under: as for `owned`. max_bytes: the most that may be left;
+    None for no limit. before_s: objects last written before this go. spare_s: objects last written
+    since then stay.
     look_again: look at each object with a HEAD right before it is deleted. Without it an object
     that was refreshed after it was listed may go.
     dry_run: count the objects that would go, and delete none.
@@ -97,8 +98,9 @@ class Sweep:
     delete; an error that it raises ends the run.
     """
 
-    store: ObjectStore
+    store: Inventory
     prefix: str
+    under: str | None = None
     max_bytes: int | None = None
     before_s: float = 0.0
     spare_s: float = math.inf
@@ -140,7 +142,7 @@ class Sweep:
     async def _survey(self) -> Cut:
         """Count everything, and decide which age is too old."""
         ages, objects = Ages(), 0
-        async for namespace, address, info in owned(self.store, self.prefix):
+        async for namespace, address, info in owned(self.store, self.prefix, self.under):
             swept = self._swept(namespace)
             if address is None:
                 self._signs.setdefault(namespace, []).append(info)
@@ -168,7 +170,7 @@ class Sweep:
             return
         objects = sum(swept.kept_objects for swept in self.namespaces.values())
         seen = 0
-        async for address, info in chunks(self.store, self.prefix):
+        async for address, info in chunks(self.store, self.prefix, self.under):
             seen += 1
             if seen % _REPORT_EVERY == 0:
                 self.on_progress("deleting", min(seen, objects), objects)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import trace
+from benchmarks.simulation.disk import BUFFER_BYTES, Disk
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, percentiles_ms, run
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Link, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, block_hash, load
+from s3kv.messages import JobKind
 
 CHATS, TURNS = 12, 4
 
@@ -100,6 +104,50 @@ def test_engines_find_in_the_bucket_what_others_have_saved(tmp_path: Path) -> No
     assert figures["requests"]["get_404"] > 0
     assert figures["wait_ms"]["p50"] > 0
     assert run(arrivals, setup, "device only")["requests"]["get_hit"] == 0
+
+
+def test_a_disk_spares_gets_and_second_writes_only_what_was_fetched(tmp_path: Path) -> None:
+    arrivals = load(write_trace(tmp_path / "slow.jsonl", gap_ms=60_000))
+    cases = (0.0, "all"), (64.0, "all"), (64.0, "fetched")
+    figures = []
+    for disk_gib, admission in cases:
+        setup = Setup(
+            engines=5, routing="round-robin", host_gib=64.0, gpu_gib=4.0, recompute_gate="off"
+        )
+        setup = replace(setup, engines_per_host=5, disk_gib=disk_gib, disk_admission=admission)
+        figures.append(run(arrivals, setup, "lru"))
+    none, everything, second = figures
+    assert none["disk"]["tb_per_day"] == none["tokens"]["disk"] == 0
+    found = [sum(run["tokens"][tier] for tier in ("disk", "bucket")) for run in figures]
+    assert found == [none["tokens"]["bucket"]] * 3, "the disk only is nearer"
+    # All of it is on the one host's disk, so no object is fetched.
+    assert everything["requests"]["get_hit"] == everything["tokens"]["bucket"] == 0
+    assert everything["disk"]["writes"] == everything["requests"]["put_new"]
+    assert second["disk"]["writes"] == second["requests"]["get_hit"] > 0
+    assert second["disk"]["reads"] + second["requests"]["get_hit"] == none["requests"]["get_hit"]
+    assert everything["disk"]["tb_per_day"] > second["disk"]["tb_per_day"] > 0
+
+
+def test_a_disk_takes_time_has_limited_room_and_drops_what_it_cannot_write() -> None:
+    timeline = Timeline()
+    ends: list[float] = []
+    nbytes = BUFFER_BYTES // 2
+    disk = Disk(timeline, nbytes, 10 * nbytes, nbytes, "all")
+    for number in range(9):  # a second each
+        timeline.at(float(number), partial(disk.offer, bytes([number]), JobKind.UPLOAD))
+    timeline.at(9.0, lambda: ends.append(disk.read(b"\0", lambda: ends.append(timeline.now_s))))
+    for key in (b"a", b"b", b"c"):
+        timeline.at(20.0, partial(disk.offer, key, JobKind.FETCH))
+    timeline.run()
+    assert ends == [True, pytest.approx(10.0001)]
+    assert disk.counts == {"writes": 11, "reads": 1, "dropped": 1, "evicted": 2}
+    held = [key for number in range(9) if disk.read(key := bytes([number]), lambda: None)]
+    assert held == [b"\0", *(bytes([number]) for number in range(3, 9))]
+    picky = Disk(timeline, nbytes, 10 * nbytes, nbytes, "fetched")
+    picky.offer(b"a", JobKind.UPLOAD)
+    picky.offer(b"b", JobKind.FETCH)
+    timeline.run()
+    assert picky.counts == {"writes": 1}
 
 
 def test_a_request_that_fits_no_device_is_refused(path: Path) -> None:

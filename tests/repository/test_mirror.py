@@ -39,6 +39,7 @@ BEHAVIOURS = {
     "planning/test_limits.py",
     "planning/test_machine.py",
     "planning/test_mutants.py",
+    "planning/test_near.py",
     "planning/test_neighbours.py",
     "planning/test_slow_bucket.py",
     "planning/test_state_machine.py",

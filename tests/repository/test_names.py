@@ -11,9 +11,9 @@ from pathlib import Path
 from tests.project import ROOT
 
 SOURCES = sorted((ROOT / "s3kv").rglob("*.py"))
-SAME_SUBJECT = {"bucket", "kv", "ec", "metrics"}
+SAME_SUBJECT = {"bucket", "disk", "kv", "ec", "metrics"}
 """Modules of several folders that are about one thing: a connector and its planner, the metrics and
-their form in vLLM, the bucket as a source and its checks."""
+their form in vLLM, the bucket or the disk as a source and its checks."""
 
 
 def repeated(names: dict[str, list[str]]) -> dict[str, list[str]]:

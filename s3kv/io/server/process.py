@@ -22,6 +22,8 @@ from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.service import Service
+from s3kv.io.sources.disk import WorkerThreads
+from s3kv.stores.disk import Directory
 from s3kv.stores.store import ObjectStore
 
 _log = logging.getLogger("s3kv.io")
@@ -69,11 +71,12 @@ async def _converse(
     if not isinstance(handshake, wire.Handshake):
         raise wire.WireError(f"the first message is {handshake!r}, not Handshake")
     try:
+        disk = _disk_of(handshake.config)
         store = make_store(handshake.config)
     except ConfigError as error:
         outbox.send(wire.Ready(False, "config", str(error)))
         return
-    service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng)
+    service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng, disk)
     with _prefaulting(slab):
         service.start()
         try:
@@ -81,6 +84,21 @@ async def _converse(
                 service.receive(message)
         finally:
             await service.finish()
+
+
+def _disk_of(config: Config) -> tuple[Directory, WorkerThreads] | None:
+    """The disk of the settings. Raises `ConfigError` if it cannot be used, or goes without it, as
+    `on_unavailable` says."""
+    if config.disk_path is None:
+        return None
+    try:
+        directory = Directory.open(config.disk_path, config.prefix, config.disk_bytes)
+    except ConfigError as error:
+        if config.on_unavailable == "fail":
+            raise
+        _log.warning("%s. It is not used until the next start", error)
+        return None
+    return directory, WorkerThreads(config.max_inflight_requests)
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:

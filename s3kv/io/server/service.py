@@ -27,10 +27,12 @@ from s3kv.io.formats import Formats
 from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.chain import chain_of
+from s3kv.io.sources.disk import DiskSource, Workers
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
+from s3kv.stores.disk import Directory
 from s3kv.stores.store import ObjectStore
 from s3kv.types import Outcome
 from s3kv.upkeep.housekeeping import Housekeeping
@@ -46,7 +48,8 @@ _UNWIND_TIMEOUT_S = 2.0
 class Service:
     """Runs the jobs of one worker. All methods are called on the loop.
 
-    send: takes each message for the worker, in order. hang_up: ends the process.
+    send: takes each message for the worker, in order. hang_up: ends the process. disk: the
+    directory of `disk_path`, and the threads that read and write it.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Service:
         send: Callable[[wire.Up], None],
         hang_up: Callable[[], None],
         rng: random.Random,
+        disk: tuple[Directory, Workers] | None = None,
     ) -> None:
         config = handshake.config
         self._config = config
@@ -76,7 +80,8 @@ class Service:
         self._refresher = self._housekeeping.refresher
         borrow = partial(self._queue.borrowed, self._start_jobs)
         self._bucket = BucketSource(store, config, self._refresher, borrow, rng)
-        self._chain = chain_of(handshake, store, self._bucket, borrow)
+        self._disk = disk and DiskSource(*disk, self._refresher)
+        self._chain = chain_of(handshake, store, self._bucket, borrow, self._disk)
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
@@ -103,6 +108,8 @@ class Service:
         self._started = True
         self._start_jobs()
         self._housekeeping.start()
+        if self._disk is not None:
+            self._disk.start()
 
     async def _try_bucket(self) -> wire.Ready:
         config = self._config
@@ -168,7 +175,7 @@ class Service:
             place = Place(memoryview(bytearray(layout.header_bytes)), slot)
         else:
             place = Place.of(slot, layout.header_bytes)
-        return TransferJob(job_id, kind, key, block_hash, layout, place, due_s)
+        return TransferJob(job_id, kind, key, block_hash, layout, place, due_s, message.near)
 
     def _due_s(self, message: BucketJob) -> float:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
@@ -261,6 +268,8 @@ class Service:
             "io_hedges_won": pacing.hedges_won,
             "io_defects": self._defects + self._housekeeping.defects,
         }
+        if self._disk is not None:
+            counters |= {f"io_disk_{name}": n for name, n in self._disk.counters.items()}
         return wire.Stats(
             queue.waiting, queue.running, queue.running_bytes, pacing.window.size, counters
         )
@@ -275,6 +284,8 @@ class Service:
         self._starting.cancel()
         ending = [self._starting, *self._tasks.values(), *self._housekeeping.cancel()]
         await asyncio.wait(ending, timeout=_UNWIND_TIMEOUT_S)
+        if self._disk is not None:
+            await self._disk.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
 

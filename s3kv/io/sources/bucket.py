@@ -49,6 +49,7 @@ class BucketSource:
     """
 
     name = "bucket"
+    is_near = False
 
     def __init__(
         self,

@@ -5,9 +5,10 @@
 
 An object that is bad, in quarantine or out of reach is not absent: the fetch ends there. A source
 that only copies the objects of a later one answers "absent" instead, and counts the failure.
+Sources of this host come first. A near fetch asks no others, so it ends without the bucket.
 
 A chunk may be computed while its fetch is under way. Its upload waits for the fetch, and sends
-nothing if the fetch finds the object.
+nothing if the fetch finds the object beyond this host.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from s3kv.errors import StoreError
 from s3kv.io import wire
 from s3kv.io.sources.bucket import BucketSource
+from s3kv.io.sources.disk import DiskSource
 from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.other_shards import OtherShards
 from s3kv.io.sources.staging import StagingMemory
@@ -28,6 +30,8 @@ from s3kv.messages import JobEnd, JobKind
 from s3kv.stores.store import ObjectStore
 from s3kv.types import Outcome
 
+MOST_STAGED_BYTES = 256 * 2**20
+"""Most memory for shards of other shapes."""
 _FOUND_KEYS = 1_024
 _FOUND_S = 30.0
 """Time for which a key counts as found after the start of its fetch: longer than a chunk takes that
@@ -42,34 +46,54 @@ class Source(Protocol):
         """`JobEnd.source` of its answers."""
         ...
 
+    @property
+    def is_near(self) -> bool:
+        """Whether it is on this host, and copies objects of the bucket."""
+        ...
+
     async def fetch(self, job: TransferJob) -> JobEnd | None:
         """Fetch the object of a job into its place, and verify it. None if the source has nowhere
         to look for such an object.
 
-        The outcome is OK for a hit, MISSING for an absent object (with a `reason` for one in
-        quarantine), CORRUPT for a bad one. Raises `StoreError` if the source fails. After it has
-        ended (returned, raised or been cancelled), nothing writes to `job.place`.
+        The outcome is OK for a hit, MISSING for an absent object (with a detail, and a `reason` for
+        one in quarantine), CORRUPT for a bad one. Raises `StoreError` if the source fails. After it
+        has ended (returned, raised or been cancelled), nothing writes to `job.place`.
         """
         ...
 
 
 def chain_of(
-    handshake: wire.Handshake, store: ObjectStore, bucket: BucketSource, borrow: Borrow
+    handshake: wire.Handshake,
+    store: ObjectStore,
+    bucket: BucketSource,
+    borrow: Borrow,
+    disk: DiskSource | None,
 ) -> Chain:
     """The chain of one rank."""
-    others = OtherShards(handshake, store, bucket.fetch, borrow, StagingMemory())
-    return Chain([bucket, others], bucket)
+    others = OtherShards(handshake, store, bucket.fetch, borrow, StagingMemory(MOST_STAGED_BYTES))
+    sources = [*([disk] if disk else ()), bucket, others]
+    return Chain(sources, bucket, disk, keeps_uploads=handshake.config.disk_writes == "all")
 
 
 class Chain:
     """Executor of jobs. Runs any number at a time; the caller limits them.
 
-    sources: in the order in which they are asked.
+    sources: in the order in which they are asked. disk: the one of them that keeps a copy of the
+    objects of the others, and, if it `keeps_uploads`, of uploads.
     """
 
-    def __init__(self, sources: Sequence[Source], bucket: BucketSource) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        bucket: BucketSource,
+        disk: DiskSource | None = None,
+        *,
+        keeps_uploads: bool = False,
+    ) -> None:
         self._sources = sources
         self._bucket = bucket
+        self._disk = disk
+        self._keeps_uploads = keeps_uploads
         self._fetches: dict[str, tuple[asyncio.Task[Any] | None, float]] = {}
         """The last fetches, by key: the task, which may have ended, and when it began. The oldest
         are first."""
@@ -83,27 +107,38 @@ class Chain:
         if fresh_s is not None:
             return job.end(Outcome.EXISTS, fresh_s=fresh_s)
         try:
-            return await self._bucket.upload(job)
+            end = await self._bucket.upload(job)
         except StoreError as error:
-            return job.failed(error)
+            end = job.failed(error)
+        if self._keeps_uploads:  # whatever the bucket says: it is sealed
+            await self._keep(job, job.nbytes)
+        return end
 
     async def _fetch(self, job: TransferJob) -> JobEnd:
         self._fetches.pop(job.key, None)
         self._fetches[job.key] = asyncio.current_task(), now_s()
         if len(self._fetches) > _FOUND_KEYS:
             del self._fetches[next(iter(self._fetches))]
-        end = job.end(Outcome.MISSING, f"{job.key} has no source")
-        for source in self._sources:
+        end = job.end(Outcome.MISSING, f"{job.key} has no source", near=job.near)
+        for source in (s for s in self._sources if s.is_near or not job.near):
             try:
                 answer = await source.fetch(job)
             except StoreError as error:
                 answer = job.failed(error)
             if answer is not None:
                 end = answer
-                end.source = source.name
+                end.source, end.near = source.name, source.is_near
             if end.outcome is not Outcome.MISSING or end.reason:
                 break
+        if end.outcome is Outcome.OK and (self._disk is None or end.source != self._disk.name):
+            # An item may be shorter than its place; a chunk of other shards is as long as it.
+            is_whole = end.source == BucketSource.name
+            await self._keep(job, end.nbytes if is_whole else job.nbytes)
         return end
+
+    async def _keep(self, job: TransferJob, nbytes: int) -> None:
+        if self._disk is not None:
+            await self._disk.keep(job, nbytes)
 
     async def _found_fresh_s(self, key: str) -> float | None:
         """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits
@@ -116,4 +151,4 @@ class Chain:
         if task.cancelled() or task.exception() or now_s() >= began_s + _FOUND_S:
             return None
         end: JobEnd = task.result()
-        return end.fresh_s if end.outcome is Outcome.OK else None
+        return end.fresh_s if end.outcome is Outcome.OK and not end.near else None

@@ -53,6 +53,7 @@ class OtherShards:
     """
 
     name = "other_shards"
+    is_near = False
 
     def __init__(
         self,

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-MOST_BYTES = 256 * 2**20
-"""Bound for all leases of an I/O process together, and for the buffers that it keeps."""
-
 
 class StagingMemory:
-    """Memory of one I/O process, leased first come, first served. Belongs to one asyncio loop."""
+    """Memory of one I/O process, leased first come, first served. Belongs to one asyncio loop.
 
-    def __init__(self) -> None:
+    most_bytes: bound for all leases together, and for the buffers that it keeps.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
         self.leased_bytes = self._kept_bytes = 0
+        self._most_bytes = most_bytes
         self._kept: dict[int, list[bytearray]] = {}
         """Buffers of ended leases, by length."""
         self._turn = asyncio.Lock()
@@ -30,7 +31,7 @@ class StagingMemory:
         all fit at once. A lease beyond the bound is alone. Nothing may use them afterwards."""
         nbytes = sum(lengths)
         async with self._turn:
-            while self.leased_bytes and self.leased_bytes + nbytes > MOST_BYTES:
+            while self.leased_bytes and self.leased_bytes + nbytes > self._most_bytes:
                 self._ended.clear()
                 await self._ended.wait()
             self.leased_bytes += nbytes
@@ -44,16 +45,29 @@ class StagingMemory:
             for buffer in buffers:
                 self._keep(buffer)
 
+    def take(self, nbytes: int) -> bytearray | None:
+        """Lease a buffer until `give_back`; None if it does not fit now."""
+        if self.leased_bytes + nbytes > self._most_bytes:
+            return None
+        self.leased_bytes += nbytes
+        return self._buffer(nbytes)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """End the lease of `take`. Nothing may use the buffer afterwards."""
+        self.leased_bytes -= len(buffer)
+        self._ended.set()
+        self._keep(buffer)
+
     def _buffer(self, length: int) -> bytearray:
         if self._kept.get(length):
             self._kept_bytes -= length
             return self._kept[length].pop()
-        if self.leased_bytes + self._kept_bytes > MOST_BYTES:
+        if self.leased_bytes + self._kept_bytes > self._most_bytes:
             self._kept.clear()
             self._kept_bytes = 0
         return bytearray(length)
 
     def _keep(self, buffer: bytearray) -> None:
-        if self.leased_bytes + self._kept_bytes + len(buffer) <= MOST_BYTES:
+        if self.leased_bytes + self._kept_bytes + len(buffer) <= self._most_bytes:
             self._kept.setdefault(len(buffer), []).append(buffer)
             self._kept_bytes += len(buffer)

@@ -33,6 +33,8 @@ class TransferJob:
     place: Place
     due_s: float = math.inf
     """Deadline for the start of further attempts, on the loop's clock."""
+    near: bool = False
+    """Whether a fetch asks only the sources of this host."""
 
     @property
     def nbytes(self) -> int:

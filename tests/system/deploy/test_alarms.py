@@ -46,6 +46,7 @@ WELL: dict[str, str] = {
     "io_requests_total{%s,verb='GET',status='2xx'}": "0+1000x{n}",
     "upload_failed_total{%s}": "0+10x{n}",
     "io_restarts_total{%s}": "0x{m} 1x60",
+    "io_disk_failed_total{%s}": "0x{n}",
     "internal_errors_total{%s}": "0x{n}",
 }
 """A healthy engine for n minutes, a sample a minute: a little of everything may happen."""
@@ -72,6 +73,7 @@ ILL: dict[str, dict[str, str]] = {
     "S3kvStoreThrottles": {"io_throttled_total{%s}": "0x{m} 0+200x60"},
     "S3kvUploadsFail": {"upload_failed_total{%s}": "0x{m} 0+300x60"},
     "S3kvIoProcessRestarts": {"io_restarts_total{%s}": "0x{m} 0x50 0+1x10"},
+    "S3kvDiskFails": {"io_disk_failed_total{%s}": "0x{m} 0x50 1x10"},
     "S3kvInternalError": {"internal_errors_total{%s}": "0x{m} 1x60"},
 }
 """What is different then, in the last hour. The same of the EC connector has to ring as well."""

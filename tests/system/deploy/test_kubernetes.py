@@ -5,17 +5,21 @@ kustomize (a part of kubectl) renders them without a cluster.
 
 from __future__ import annotations
 
+import os
 import re
+from dataclasses import replace
 
 import hcl2
 import kubernetes_validate
 import pytest
 
+from s3kv.config import parse_bytes
 from s3kv.io.wire import START_TIMEOUT_S
 from tests.project import ROOT
 from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Rendered, nbytes, render
 
-FOLDERS = ("base", "overlays/eks-irsa", "overlays/multi-host", "overlays/tensor-parallel")
+OVERLAYS = ("eks-irsa", "local-disk", "multi-host", "tensor-parallel")
+FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("deploy")]
 
 
@@ -135,6 +139,22 @@ def test_a_group_is_one_engine() -> None:
     # Hosts of a group, and so ranks of the engine, are equal in everything else.
     alike = ("env", "image", "resources", "securityContext", "volumeMounts", "lifecycle")
     assert [leader.container[k] for k in alike] == [follower.container[k] for k in alike]
+
+
+def test_the_disk_is_the_nodes_and_the_directory_is_made_by_s3kv() -> None:
+    rendered, base = (render(KUBERNETES / folder) for folder in ("overlays/local-disk", "base"))
+    settings, (pod,) = rendered.settings, rendered.pods
+    assert settings.disk_path is not None
+    mounted, name = os.path.split(settings.disk_path)
+    assert name, "a mount has the mode that the kubelet gives it"
+    volume = pod.volume(mounted)["hostPath"]
+    assert volume["type"] == "Directory"
+    text = (KUBERNETES / "overlays/local-disk/kustomization.yaml").read_text()
+    owner = pod.spec["securityContext"]["runAsUser"]
+    assert f"install --directory --owner={owner} {volume['path']}" in text
+    (limit,) = re.findall(r"sizeLimit: (\S+)", text)
+    assert (parse_bytes(f"{limit}B") or 0) > settings.disk_bytes
+    assert replace(settings, disk_path=None, disk_bytes=0) == base.settings
 
 
 def test_nothing_runs_as_root(rendered: Rendered) -> None:

@@ -42,6 +42,16 @@ def test_rows_name_what_the_matrix_sees_move() -> None:
         assert not seen or seen & set(re.findall(r"`(\w+)`", row[2])), row
 
 
+def test_rows_on_the_disk_name_tests_settings_and_metrics_there_are() -> None:
+    section = PAGE.split("\n## ")[2]
+    assert section.startswith("Faults of the disk")
+    files = re.findall(r"`(tests/[\w/]+\.py)`", section)
+    tests = " ".join((ROOT / path).read_text() for path in files)
+    known = {field.name for field in dataclasses.fields(Config)} | KV_METRICS.keys()
+    for name in re.findall(r"`(\w+)`", section):
+        assert f"def {name}(" in tests if name.startswith("test_") else name in known, name
+
+
 def test_tests_that_are_named_exist() -> None:
     named = re.findall(r"tests/[\w/]+\.py", PAGE)
     assert len(set(named)) >= 6

@@ -1,6 +1,7 @@
 """`python -m tests.system.sim SEED [--trace]` replays one run; `… FIRST COUNT` runs many; with
 `--kept` they are fleets that keep a bucket to its budget, with `--shared` such whose engines share
-chunks between parallel sizes, with `--tiers` such in which s3kv is a tier of vLLM's offloading."""
+chunks between parallel sizes, with `--tiers` such in which s3kv is a tier of vLLM's offloading, and
+with `--disks` such whose engines have a local disk before the bucket."""
 
 from __future__ import annotations
 

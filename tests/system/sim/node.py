@@ -15,6 +15,7 @@ from s3kv.messages import EMPTY_PLAN
 from s3kv.place import Place
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary, Shard, format_of, object_key
+from tests.system.sim.memory_disk import Disk
 from tests.system.sim.oracle import FleetOracle
 from tests.system.sim.process import Machine, Process
 from tests.system.sim.rank import Rank
@@ -61,10 +62,15 @@ class Node:
         self.steps_planned = 0
         """The step that is planned next is this one; any other has been overtaken."""
         self.seen: Counter[str] = Counter()
+        self.disk: Disk | None = None
         self.processes: list[Process] = []
         """Of all lives."""
         self._around = around
         self._rng = around.rng
+
+    def machine(self) -> Machine:
+        around = self._around
+        return Machine(around.loop, self._rng, around.bucket, None, [], around.oracle, self.disk)
 
     def shards(self) -> list[Shard]:
         size = self.setup.world_size
@@ -77,7 +83,7 @@ class Node:
         around = self._around
         self.ranks = [
             Rank(
-                Machine(around.loop, self._rng, around.bucket, None, [], around.oracle),
+                self.machine(),
                 shard,
                 self.setup,
                 around.config,

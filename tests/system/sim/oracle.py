@@ -46,6 +46,9 @@ _REASONS = {
     **{(kind, Outcome.FAILED): "error" for kind in JobKind},
 }
 
+DISK = "disk"
+"""`JobEnd.source` of a hit on the disk, whose bytes are checked like all others."""
+
 _LOOKS = {
     (JobKind.FETCH, Outcome.OK): "good",
     (JobKind.FETCH, Outcome.MISSING): "missing",
@@ -159,7 +162,7 @@ class FleetOracle:
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             connection.found.add(order.object_key)
         end = _LOOKS.get((order.kind, done.outcome))
-        if end is not None and done.reason != "quarantined":
+        if end is not None and done.reason != "quarantined" and done.source != DISK:
             connection.ended(order.object_key, end)
 
     def _use_ended(self, order: Order, done: JobEnd, connection: Connection) -> None:
@@ -192,7 +195,12 @@ class FleetOracle:
         if done.outcome is Outcome.CANCELLED:
             return True
         if done.outcome is Outcome.OK and order.kind is JobKind.FETCH:
-            return _is_good(said) or ("missing" in said and self._is_covered(order, others))
+            self.seen["disk hits"] += done.source == DISK
+            return (
+                done.source == DISK
+                or _is_good(said)
+                or ("missing" in said and self._is_covered(order, others))
+            )
         if done.outcome is Outcome.CORRUPT and "bad range" in said:
             return True
         if done.outcome is Outcome.EXISTS and "exists" not in said:

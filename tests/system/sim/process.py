@@ -7,18 +7,23 @@ kernel would leave: bytes it has sent are still to be read, requests may still r
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from s3kv.errors import ConfigError
 from s3kv.io import wire
 from s3kv.io.server.service import Service
 from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.stores.disk import Directory
 from s3kv.types import ChunkKey
+from tests.system.sim.disk_workers import VirtualWorkers
 from tests.system.sim.loop import OWNER, Owner, VirtualLoop
+from tests.system.sim.memory_disk import ROOT, Disk, Kernel
 from tests.system.sim.store import Bucket, Connection
 
 _PIPE_S = 0.0005
@@ -37,6 +42,7 @@ class Machine:
     slab: Any
     processes: list[Process]
     oracle: Jobs
+    disk: Disk | None = None
 
 
 class Jobs(Protocol):
@@ -71,6 +77,7 @@ class Process:
         self._frozen_at_s = 0.0
         self.connection = Connection(machine.bucket)
         self._machine = machine
+        self._kernel = machine.disk and Kernel(machine.disk, self.connection.hung, self._check_slot)
         self._loop = machine.loop
         self._owner = Owner()
         self._context = copy_context()
@@ -160,6 +167,8 @@ class Process:
             return
         self._dead = True
         self.connection.alive = False
+        if self._kernel is not None:
+            self._kernel.die()
         self.connection.thaw()
         self._owner.die()
         self._later(_PIPE_S, self._arrived.append, b"")
@@ -195,6 +204,7 @@ class Process:
                 self._send,
                 self._finish,
                 random.Random(self._machine.rng.random()),
+                self._open_disk(message.config.prefix),
             )
             self._service.start()
             return
@@ -202,6 +212,32 @@ class Process:
         if isinstance(message, BucketJob):
             self._note(message)
         self._service.receive(message)
+
+    def _open_disk(self, prefix: str) -> tuple[Directory, VirtualWorkers] | None:
+        disk, kernel = self._machine.disk, self._kernel
+        if disk is None or kernel is None:
+            return None
+        with kernel.entered():
+            try:
+                directory = Directory.open(ROOT, prefix, disk.most_bytes)
+            except ConfigError as error:
+                self._machine.oracle.accuse(f"a disk keeps an engine from its start: {error}")
+                return None
+        return directory, VirtualWorkers(kernel, self.connection)
+
+    def _check_slot(self, target: memoryview) -> None:
+        """The disk writes there, so it has to be in the slot of a fetch that has not ended."""
+        slab = self._machine.slab.view
+        at = _address(target) - _address(slab)
+        fetches = (order for order in self.orders.values() if order.kind is JobKind.FETCH)
+        slot_bytes = self._handshake.slot_bytes
+        if 0 <= at < slab.nbytes and not any(at - f.offset in range(slot_bytes) for f in fetches):
+            self._machine.oracle.accuse("the disk is read into a slot whose job has ended")
+
+    @property
+    def disk_counters(self) -> Counter[str]:
+        source = self._service and self._service._disk
+        return Counter(source.counters if source else ())
 
     def _note(self, message: BucketJob) -> None:
         self.orders[message.job_id] = Order(
@@ -248,3 +284,7 @@ class Process:
             return
         finishing = self._loop.create_task(self._service.finish())
         finishing.add_done_callback(lambda _: self._later(_PIPE_S * 2, self.die))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

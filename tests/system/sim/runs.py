@@ -20,6 +20,7 @@ from s3kv.io import client
 from s3kv.io.sources import hedging
 from s3kv.upkeep.cleaner import Cleaner
 from tests.system.sim.cleaners import KeptFleet
+from tests.system.sim.disks import disk_fleet
 from tests.system.sim.fleet import Fleet
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.process import Process
@@ -39,6 +40,7 @@ FLEETS: dict[str, Callable[[int, Callable[[str], None] | None], Fleet]] = {
     "kept": KeptFleet,
     "shared": SharingFleet,
     "tiers": _tier_fleet,
+    "disks": disk_fleet,
 }
 
 
@@ -160,7 +162,8 @@ def run_seeds(first: int, count: int, kind: str = "plain") -> tuple[Counter[str]
 
 def main(arguments: Sequence[str]) -> int:
     """`SEED [--trace]`, or `FIRST COUNT` for many; with `--kept`, fleets that keep a budget; with
-    `--shared`, fleets that share between parallel sizes; with `--tiers`, fleets of tiers."""
+    `--shared`, fleets that share between parallel sizes; with `--tiers`, fleets of tiers; with
+    `--disks`, fleets with local disks."""
     trace = "--trace" in arguments
     kind = next((kind for kind in FLEETS if f"--{kind}" in arguments), "plain")
     numbers = [int(argument) for argument in arguments if not argument.startswith("-")]

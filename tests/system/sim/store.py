@@ -145,7 +145,7 @@ class Connection:
         """What the bucket said of each key, for the oracle, which clears it. What it said of writes
         is apart, under `WRITE` and the key: both may go on at once."""
         self.frozen_s = 0.0
-        """How long its process has been stopped so far."""
+        """How long its process has been stopped so far, and calls of its disk have hung."""
         self.looks: dict[str, str] = {}
         """What a HEAD found last under each key."""
         self.busy: Counter[str] = Counter()
@@ -173,6 +173,10 @@ class Connection:
             self.quarantined[key] = asyncio.get_running_loop().time() + BARRED_S
         elif self.quarantined.pop(key, None) is not None:
             self._bucket.seen["bad once, and not again"] += 1
+
+    def hung(self, seconds: float) -> None:
+        """A call of the disk hangs: a job that needs it takes longer."""
+        self.frozen_s += seconds
 
     def freeze(self) -> None:
         """The process is stopped: nothing of it goes on until `thaw`."""

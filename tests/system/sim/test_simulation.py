@@ -1,8 +1,9 @@
 """Hundreds of fleets, each through faults of its own; and proof that a fault of ours would show.
 
 Some keep their bucket to a budget ("kept"), in some engines share chunks between parallel sizes
-("shared"), and in some s3kv is a tier of vLLM's offloading ("tiers"). A seed that fails is replayed
-with `python -m tests.system.sim SEED --trace`, and `--kept`, `--shared` or `--tiers`.
+("shared"), in some s3kv is a tier of vLLM's offloading ("tiers"), and in some engines have a local
+disk before the bucket ("disks"). A seed that fails is replayed with
+`python -m tests.system.sim SEED --trace`, and `--kept`, `--shared`, `--tiers` or `--disks`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,28 @@ from pathlib import Path
 import pytest
 
 from tests.nightly import some_by_day
-from tests.system.sim import cleaner_mutants, mutants, sharing_mutants, tier_mutants
+from tests.system.sim import (
+    cleaner_mutants,
+    disk_mutants,
+    mutants,
+    sharing_mutants,
+    tier_mutants,
+)
 from tests.system.sim.mutants import Mutant
 from tests.system.sim.runs import Failure, run_seeds, try_seeds
 
 ROOT = Path(__file__).parents[3]
 CORE_SEEDS = 100
-SEEDS = {"plain": 800, "kept": 20, "shared": 180, "tiers": 150}
+SEEDS = {"plain": 800, "kept": 20, "shared": 180, "tiers": 150, "disks": 80}
 """By kind of fleet: a thousand for each change."""
-NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000, "tiers": 10_000}
-MUTANT_SEEDS = {"plain": 500, "kept": 120, "shared": 200, "tiers": 100}
+NIGHTLY_SEEDS = {
+    "plain": 100_000,
+    "kept": 2_000,
+    "shared": 10_000,
+    "tiers": 10_000,
+    "disks": 5_000,
+}
+MUTANT_SEEDS = {"plain": 500, "kept": 120, "shared": 200, "tiers": 100, "disks": 100}
 """Within so many seeds every mutant is noticed; most are within ten."""
 MUTANTS = [
     case
@@ -36,6 +49,7 @@ MUTANTS = [
         ("kept", cleaner_mutants, 2),
         ("shared", sharing_mutants, 2),
         ("tiers", tier_mutants, 3),
+        ("disks", disk_mutants, 2),
     )
     for case in some_by_day([(mutate, kind) for mutate in module.MUTANTS], by_day)
 ]
@@ -66,6 +80,12 @@ EVENTS = {
         "fetch_failed, fetch_missing, fetch_ok, fetches_without_room, loads, objects damaged, "
         "preempted, removals announced, resets, resets refused, saves_after_reset, "
         "saves_refused_by_breaker, shutdowns, stores without room, upload_exists, upload_failed"
+    ),
+    "disks": (
+        "I/O processes killed, I/O processes stopped, crashes, disk calls that fail, disk calls "
+        "that hang, disk hits, disks emptied, fetch CANCELLED, fetch FAILED, files damaged, files "
+        "damaged and read, objects deleted on a disk, objects dropped, objects written to a disk, "
+        "put together, writers killed"
     ),
 }
 EVERYWHERE = {kind: events.split(", ") for kind, events in EVENTS.items()}

@@ -109,7 +109,7 @@ class TierNode(Node):
         config = dataclasses.replace(
             around.config, max_wait_ms=int(1_000 * self._max_wait_s), drain_timeout_s=2.0
         )
-        machine = Machine(around.loop, self.rng, around.bucket, None, [], around.oracle)
+        machine = self.machine()
         formats = formats_of(shard, self.setup).values()
         row_bytes = max(layout.payload_bytes for layout in formats) + 64
         machine.slab = slab = Slab(self._rows * row_bytes)

@@ -49,6 +49,16 @@ def test_the_command(run: Run, boto: Any) -> None:
     assert left(boto) == 5
 
 
+def test_one_namespace_is_emptied_and_the_others_stay(run: Run, boto: Any) -> None:
+    fill(boto)
+    other = Namespace("s3kv", "b" * 32)
+    for key in (OLD.manifest, other.manifest, chunk(other, 0)):
+        boto.put_object(Bucket=servers.BUCKET, Key=key, Body=b"{}")
+    assert run("gc", "aaaa", "--max-bytes", "0").exit_code == 2, "more than half of its bytes"
+    assert run("gc", "aaaa", "--max-bytes", "0", "--yes").exit_code == 0
+    assert left(boto) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

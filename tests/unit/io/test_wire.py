@@ -19,7 +19,9 @@ keys = st.builds(ChunkKey, st.integers(0, 9), st.binary(min_size=1, max_size=64)
 shapes = st.none() | st.builds(ItemShape, job_ids, job_ids)
 downs = st.lists(
     st.one_of(
-        st.builds(BucketJob, job_ids, st.sampled_from(JobKind), keys, job_ids, shapes),
+        st.builds(
+            BucketJob, job_ids, st.sampled_from(JobKind), keys, job_ids, shapes, st.booleans()
+        ),
         job_ids.map(wire.Cancel),
         st.floats(0, 1e6).map(wire.Drain),
         st.just(wire.Ping()),
@@ -35,6 +37,7 @@ ups = st.lists(
             job_ids,
             st.floats(0, 1e6),
             detail=st.text(),
+            near=st.booleans(),
         ),
         st.builds(wire.Drained, st.integers(0, 9)),
         st.builds(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any, cast
 
 import pytest
 
 from lab.faults import Fault, s3_error
 from lab.proxy import Proxy
 from s3kv.config import Config
-from s3kv.types import Location
+from s3kv.host.slab import Slab
+from s3kv.io.tier import Slots, Tier, introduce
+from s3kv.library.host_tier import HostTier
+from s3kv.types import ChunkKey, Location, Outcome, TensorSpec
 from tests.servers import BUCKET, KEYS, boto_client
+from tests.unit.library.hand_client import HandClient, until
 from tests.unit.library.stores import (
     big,
     block,
@@ -130,3 +136,25 @@ async def test_a_damaged_object_is_a_miss(config: Config) -> None:
             corrupt = {n for n, count in store.counters.items() if "fetch_corrupt_" in n and count}
             assert corrupt == {f"fetch_corrupt_{reason}"}
             assert store.where(hash_of(12)).bucket is False
+
+
+async def test_while_the_bucket_is_away_the_disk_is_asked_and_does_not_answer_for_it() -> None:
+    client, key = HandClient(), ChunkKey(0, bytes(32))
+    config = Config(bucket="bkt", host_bytes=2**20, disk_path="/disk", disk_bytes=1)
+    groups = {0: (TensorSpec("block", "U8", (64,)),)}
+    handshake = introduce(config, {"model": "test"}, "block", groups=groups)
+    slots = Slots.of(handshake)
+    tier = Tier(handshake, Slab.create(slots.nbytes), cast(Any, client), None)
+    host = HostTier(slots, tier)
+    for _ in range(5):
+        host.ledger.breaker.failed(time.monotonic())
+    fetch, save = host.fetch(key), host.reserve(key)
+    assert fetch is not None
+    assert client.sent[fetch.job_id].near
+    assert save is not None
+    host.copied(save, ok=True)
+    client.end(fetch.job_id, Outcome.OK, near=True, fresh_s=0.0)
+    await until(lambda: not host.ledger.fetches_inflight)
+    client.end(save.job_id, Outcome.FAILED)
+    assert await host.flush() == (key.block_hash,), "the bucket may lack it"
+    await host.close(0.0)

@@ -99,13 +99,16 @@ class Desk:
         ranks: int | None = None,
         seconds: float = 0.0,
         source: str = "",
+        near: bool = False,
     ) -> None:
         """Orders end, on all ranks: a fetch or an upload, or (by `kind`) one half of a save."""
         report = StepReport()
         for order in [orders] if isinstance(orders, Order) else orders:
             what = kind or (order.kind if isinstance(order, BucketJob) else JobKind.UPLOAD)
             count = self.setup.world_size if ranks is None else ranks
-            report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count, source=source))
+            end = JobEnd(order.job_id, what, outcome, 0, seconds, count, source=source, near=near)
+            end.fresh_s = 0.0 if near else end.fresh_s
+            report.add(end)
         self.planner.on_report(report, self.now_s)
         check(self.planner)
 

@@ -32,7 +32,14 @@ def nbytes(item: Wanted) -> int:
 class Desk:
     """`bucket` holds keys. Orders wait in `orders` until `answer`."""
 
-    def __init__(self, *, slab_bytes: int = 4 * MIB, widths: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        slab_bytes: int = 4 * MIB,
+        widths: Any = None,
+        has_disk: bool = False,
+        **settings: Any,
+    ) -> None:
         defaults: dict[str, Any] = {
             "dtype": "BF16",
             "width": WIDTH,
@@ -46,7 +53,7 @@ class Desk:
         ledger = Ledger(
             Table(Extents.of(slab_bytes)),
             BucketIndex(capacity=1000, miss_ttl_s=20.0),
-            Breaker(threshold=3),
+            Breaker(threshold=3, has_disk=has_disk),
             world_size=1,
         )
         self.planner = ECPlanner(
@@ -65,7 +72,9 @@ class Desk:
             self.orders.append((order, WIDTH))
         return ready
 
-    def answer(self, outcome: Outcome | None = None, seconds: float = 0.1) -> Outcome:
+    def answer(
+        self, outcome: Outcome | None = None, seconds: float = 0.1, *, near: bool = False
+    ) -> Outcome:
         """Let the oldest order end: as the bucket would have it, or as told."""
         order, width = self.orders.pop(0)
         if outcome is None:
@@ -73,7 +82,7 @@ class Desk:
         assert order.item is not None
         size = object_bytes("BF16", order.item.rows, width)
         length = size if outcome is Outcome.OK else 0
-        end = JobEnd(order.job_id, JobKind.FETCH, outcome, length, seconds)
+        end = JobEnd(order.job_id, JobKind.FETCH, outcome, length, seconds, near=near)
         self.planner.on_end(end, self.now_s)
         check(self.planner)
         return outcome

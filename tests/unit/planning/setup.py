@@ -34,6 +34,7 @@ class Setup:
     miss_ttl_s: float = 20.0
     coverages: tuple[Coverage, ...] = ()
     """None: one of full attention."""
+    has_disk: bool = False
     may_load: bool = True
     may_save: bool = True
     null_block: int | None = None
@@ -58,7 +59,7 @@ class Setup:
         ledger = Ledger(
             Table(EqualSlots(self.slots)),
             BucketIndex(capacity=10_000, miss_ttl_s=self.miss_ttl_s),
-            Breaker(threshold=3),
+            Breaker(threshold=3, has_disk=self.has_disk),
             world_size=self.world_size,
             may_save=self.may_save,
             residency=ResidencyLog(),

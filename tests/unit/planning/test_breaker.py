@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from s3kv.planning.breaker import Breaker, BreakerState
+from s3kv.types import Outcome
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
 
@@ -37,12 +38,13 @@ BREAKER_EVENTS: dict[str, Callable[[Breaker], object]] = {
     "succeeded": lambda breaker: breaker.succeeded(),
     "failed": lambda breaker: breaker.failed(NOW_S),
     "failed twice": fail_twice,
+    "ended without the store": lambda breaker: breaker.saw(Outcome.OK, NOW_S, near=True),
 }
 
 BREAKER_TABLE = {
-    CLOSED: [CLOSED, CLOSED, CLOSED, CLOSED, OPEN],
-    OPEN: [HALF_OPEN, OPEN, CLOSED, OPEN, OPEN],
-    HALF_OPEN: [HALF_OPEN, HALF_OPEN, CLOSED, OPEN, OPEN],
+    CLOSED: [CLOSED, CLOSED, CLOSED, CLOSED, OPEN, CLOSED],
+    OPEN: [HALF_OPEN, OPEN, CLOSED, OPEN, OPEN, OPEN],
+    HALF_OPEN: [HALF_OPEN, HALF_OPEN, CLOSED, OPEN, OPEN, HALF_OPEN],
 }
 
 
@@ -59,6 +61,23 @@ def test_a_half_open_breaker_lets_one_through_per_pause() -> None:
     breaker = in_state(HALF_OPEN)
     assert not breaker.allows(NOW_S + 0.4)
     assert breaker.allows(NOW_S + 0.5), "the one before has never been answered"
+
+
+@pytest.mark.parametrize("state", BreakerState)
+def test_after_a_call_that_ended_without_the_store_the_next_may_find_out(
+    state: BreakerState,
+) -> None:
+    breaker = in_state(state)
+    breaker.saw(Outcome.OK, NOW_S - 0.9, near=True)
+    assert breaker.allows(NOW_S - 0.9) is (state is not OPEN)
+    assert breaker.allows(NOW_S - 0.9) is (state is CLOSED), "one"
+
+
+def test_with_a_disk_a_fetch_that_may_not_call_the_store_is_near() -> None:
+    breaker = in_state(OPEN)
+    assert not breaker.is_near(NOW_S - 0.9), "without a disk it is refused"
+    breaker.has_disk = True
+    assert [breaker.is_near(NOW_S) for _ in range(2)] == [False, True], "one finds out"
 
 
 def test_failures_with_a_success_between_do_not_open_it() -> None:

@@ -338,3 +338,18 @@ def test_short_prompts_between_long_ones_change_little(short_tokens_per_s: float
     pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
     prefill(pace, *[*[(100, short_tokens_per_s)] * 20, (1_600, 8_000.0)] * 5)
     assert pace.prefill_tokens_per_s == pytest.approx(8_000, rel=0.2)
+
+
+def test_a_disk_that_answers_is_expected_to_answer() -> None:
+    """So a bucket that does not pay keeps nobody from waiting for the disk."""
+    pace = Pace(fetches_at_once=8)
+    for _ in range(5):
+        pace.fetched(Outcome.OK, 1.0, 1, 1, "bucket")
+    assert pace.forecast(1, 0).all_s == pytest.approx(1.0)
+    for _ in range(30):
+        pace.fetched(Outcome.OK, 0.01, 1, 1, "disk", near=True)
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.01, rel=0.3)
+    assert pace.forecast(1, 0, near=True).all_s == pytest.approx(0.01)
+    for _ in range(30):
+        pace.fetched(Outcome.OK, 1.0, 1, 1, "bucket")
+    assert pace.forecast(1, 0).all_s == pytest.approx(1.0, rel=0.01)

@@ -133,7 +133,8 @@ def test_a_window_that_comes_too_late_is_not_looked_for_at_shorter_prefixes() ->
 def test_a_window_at_a_shorter_prefix_counts_if_it_is_there() -> None:
     desk = desk_with(FULL, WINDOW)
     for chunk in (2, 3):
-        job = desk.planner.ledger.plan_fetch(ChunkKey(1, desk.hashes["r"][2 * chunk + 1]))
+        key = ChunkKey(1, desk.hashes["r"][2 * chunk + 1])
+        job = desk.planner.ledger.plan_fetch(key, desk.now_s)
         desk.end(job.for_bucket())
     assert lookup(desk) == WAIT
     desk.end([fetch for fetch in desk.fetches() if fetch.key.group == 0])

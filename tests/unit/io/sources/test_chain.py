@@ -4,10 +4,12 @@ chunk that is computed while it is fetched is uploaded only if the fetch does no
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreRefused, StoreUnavailable
@@ -31,6 +33,7 @@ class Answering:
 
     name: str
     answer: JobEnd | Exception | None
+    is_near: bool = False
     asked: list[TransferJob] = field(default_factory=list)
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
@@ -67,6 +70,51 @@ async def test_the_first_that_has_it_bad_or_good_or_fails_decides(
     asked = [bool(source.asked) for source in sources]
     assert asked == sorted(asked, reverse=True), "in order"
     assert all(asked) == (decides == str(len(answers) - 1) or answers[-1] is None)
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize(
+    ("disk", "bucket", "decides"),
+    [
+        (
+            ABSENT,
+            HIT,
+            {True: (Outcome.MISSING, "disk", True), False: (Outcome.OK, "bucket", False)},
+        ),
+        (HIT, HIT, dict.fromkeys([True, False], (Outcome.OK, "disk", True))),
+        (
+            None,
+            ABSENT,
+            {True: (Outcome.MISSING, "", True), False: (Outcome.MISSING, "bucket", False)},
+        ),
+    ],
+)
+async def test_a_near_fetch_asks_only_sources_of_this_host(
+    near: bool,
+    disk: JobEnd | None,
+    bucket: JobEnd,
+    decides: dict[bool, tuple[Outcome, str, bool]],
+) -> None:
+    sources = [
+        Answering("disk", disk and replace(disk), is_near=True),
+        Answering("bucket", replace(bucket)),
+    ]
+    end = await Chain(sources, bucket=None).run(dataclasses.replace(JOB, near=near))  # type: ignore[arg-type]
+    assert (end.outcome, end.source, end.near) == decides[near]
+    assert bool(sources[1].asked) is not end.near
+    assert end.source or not near or end.detail
+
+
+async def test_what_this_host_has_is_uploaded_all_the_same() -> None:
+    class Uploading(Answering):
+        upload = Answering.fetch
+
+    bucket = Uploading("bucket", replace(HIT))
+    disk = Answering("disk", replace(HIT), is_near=True)
+    chain = Chain([disk, bucket], bucket)  # type: ignore[arg-type, list-item]
+    assert (await asyncio.create_task(chain.run(JOB))).source == "disk"
+    await chain.run(dataclasses.replace(JOB, kind=JobKind.UPLOAD))
+    assert len(bucket.asked) == 1, "it may have lost the object"
 
 
 KEY = rig.object_key(1)
@@ -112,6 +160,16 @@ async def test_an_upload_waits_for_the_fetch_of_its_object(
     found = (Outcome.OK, Outcome.EXISTS) if holds else (Outcome.MISSING, Outcome.OK)
     assert (ends[3].outcome, ends[1].outcome) == found
     assert bucket.asked["put"] == int(not holds)
+
+
+async def test_without_a_source_on_this_host_a_near_fetch_finds_nothing(
+    worker: Worker, bucket: Bucket
+) -> None:
+    rig.hold(bucket, 1)
+    worker.say(replace(FETCH, near=True))
+    end = (await worker.done(1))[3]
+    assert (end.outcome, end.near, bucket.asked["get_into"]) == (Outcome.MISSING, True, 0)
+    assert end.detail
 
 
 async def test_an_upload_does_not_wait_for_a_fetch_that_is_given_up(

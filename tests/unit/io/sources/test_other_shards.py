@@ -15,7 +15,7 @@ from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.io import wire
-from s3kv.io.sources import other_shards, staging
+from s3kv.io.sources import chain, other_shards
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import XXH3, Integrity
@@ -344,7 +344,7 @@ async def test_few_are_put_together_at_once(
 ) -> None:
     """Each takes memory beside the slab; the others wait."""
     cover_bytes = sum(len(stored(half)) for half in HALVES)
-    monkeypatch.setattr(staging, "MOST_BYTES", 4 * cover_bytes)
+    monkeypatch.setattr(chain, "MOST_STAGED_BYTES", 4 * cover_bytes)
     await bucket.store(*HALVES)
     hashes = [bytes([n]) * 32 for n in range(12)]
     for block_hash in hashes:

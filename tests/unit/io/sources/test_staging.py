@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from s3kv.io.sources.staging import StagingMemory
-
-
-@pytest.fixture(autouse=True)
-def most_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3kv.io.sources.staging.MOST_BYTES", 100)
 
 
 async def hold(staging: StagingMemory, until: asyncio.Event, *lengths: int) -> int:
@@ -22,7 +15,7 @@ async def hold(staging: StagingMemory, until: asyncio.Event, *lengths: int) -> i
 
 
 async def test_leases_share_the_bound_in_order_of_arrival() -> None:
-    staging, ends = StagingMemory(), [asyncio.Event() for _ in range(4)]
+    staging, ends = StagingMemory(100), [asyncio.Event() for _ in range(4)]
     wanted = [(30, 30), (60,), (30,), (200,)]
     leases = [
         asyncio.create_task(hold(staging, end, *lengths))
@@ -38,7 +31,7 @@ async def test_leases_share_the_bound_in_order_of_arrival() -> None:
 
 
 async def test_a_lease_that_is_given_up_leaves_nothing_behind() -> None:
-    staging, end = StagingMemory(), asyncio.Event()
+    staging, end = StagingMemory(100), asyncio.Event()
     held = asyncio.create_task(hold(staging, end, 80))
     waits = asyncio.create_task(hold(staging, end, 50))
     await asyncio.sleep(0.01)
@@ -51,7 +44,7 @@ async def test_a_lease_that_is_given_up_leaves_nothing_behind() -> None:
 
 
 async def test_a_buffer_is_used_again_and_what_is_kept_is_bounded() -> None:
-    staging = StagingMemory()
+    staging = StagingMemory(100)
     async with staging.lease((40, 40)) as (first, _):
         first[0] = 7
     async with staging.lease((40, 40)) as (second, third):
@@ -62,3 +55,13 @@ async def test_a_buffer_is_used_again_and_what_is_kept_is_bounded() -> None:
         pass
     async with staging.lease((101,)) as (again,):
         assert again.obj is not large.obj
+
+
+async def test_a_buffer_taken_at_once_counts_until_it_is_given_back() -> None:
+    staging = StagingMemory(100)
+    taken = staging.take(60)
+    assert taken is not None
+    assert staging.take(41) is None
+    staging.give_back(taken)
+    assert staging.leased_bytes == 0
+    assert staging.take(60) is taken

@@ -1,0 +1,250 @@
+"""The local disk as a source: the first one asked, and a copy of the objects of the others.
+
+    fetch:  file there, verified ──▶ hit           no file, or a bad one (deleted) ──▶ absent
+    keep:   object ──▶ copy in memory ──▶ file     dropped if too many copies wait
+
+Nothing waits for a file to be written: the object is copied, and a thread of low priority writes
+the copy. A disk that fails is not used for a while, and costs nothing but its hits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from s3kv.io.sources.hedging import now_s
+from s3kv.io.sources.staging import StagingMemory
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.messages import JobEnd
+from s3kv.objects.headers import Mismatch
+from s3kv.place import Place, copy_bytes
+from s3kv.stores.disk import Directory
+from s3kv.stores.lanes import ended
+from s3kv.types import Outcome
+from s3kv.upkeep.disk_cleaning import clean, is_crowded
+from s3kv.upkeep.refreshing import Refresher
+
+_log = logging.getLogger("s3kv.io")
+_T = TypeVar("_T")
+
+_WRITER_NICENESS = 10
+MOST_COPIED_BYTES = 256 * 2**20
+"""Most memory for objects that wait to be written, per I/O process."""
+PATIENCE_S = 5.0
+"""Time after which a read counts as hanging: the next source is asked."""
+OFF_S = 60.0
+"""Time for which a disk that has failed is not used."""
+_CLEAN_EVERY_S = 1.0
+_MOST_USES = 2**14
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class Workers(Protocol):
+    """Runs functions that block, off the loop."""
+
+    def read(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        """Run `work`; several at once."""
+        ...
+
+    def write(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        """Run `work`; one after another."""
+        ...
+
+    def copy(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        """Run `work`, which waits for no disk, nor for one that hangs."""
+        ...
+
+    def close(self) -> None:
+        """Start no further function."""
+        ...
+
+
+class WorkerThreads:
+    """`Workers` of one asyncio loop: threads that read, as many as there may be jobs, so that none
+    waits behind one that hangs; one of low priority that writes; and two that copy memory."""
+
+    def __init__(self, readers: int) -> None:
+        self._readers = ThreadPoolExecutor(readers, "s3kv-disk-read")
+        self._writer = ThreadPoolExecutor(1, "s3kv-disk-write", initializer=_yield_to_others)
+        self._copiers = ThreadPoolExecutor(2, "s3kv-disk-copy")
+
+    def read(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def write(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._writer, work)
+
+    def copy(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._copiers, work)
+
+    def close(self) -> None:
+        for executor in (self._readers, self._writer, self._copiers):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _yield_to_others() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+
+
+class DiskSource:
+    """The files of a directory as a source. Belongs to one asyncio loop.
+
+    refresher: takes note of the objects in use, so that the bucket keeps them.
+    """
+
+    name = "disk"
+    is_near = True
+
+    def __init__(self, directory: Directory, workers: Workers, refresher: Refresher) -> None:
+        self.counters = dict.fromkeys(
+            ("reads", "read_bytes", "writes", "written_bytes", "dropped", "corrupt", "failed"), 0
+        )
+        self.counters["evicted_bytes"] = 0
+        self._directory = directory
+        self._workers = workers
+        self._refresher = refresher
+        self._copies = StagingMemory(MOST_COPIED_BYTES)
+        self._off_until_s = {"reading": 0.0, "writing": 0.0}
+        self._clean_after_s = 0.0
+        self._fresh_until_s: dict[str, float] = {}
+        """By key; those used last are last."""
+        self._closing = threading.Event()
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def start(self) -> None:
+        """Count the files, which no job waits for. Nothing is written until they are counted."""
+        self._begin(self._clean())
+
+    # --- a source ----------------------------------------------------------------------------
+
+    async def fetch(self, job: TransferJob) -> JobEnd | None:
+        """Fetch and verify, for `Source.fetch`. A failure of the disk is no failure of the job."""
+        if now_s() < self._off_until_s["reading"]:
+            return None
+        try:
+            nbytes, reason = await self._read(job)
+        except OSError as error:
+            self._failed("reading", error)
+            return None
+        if nbytes is None:
+            return job.end(Outcome.MISSING, f"{job.key} is not on the disk")
+        if reason is not None:
+            self.counters["corrupt"] += 1
+            _log.warning("%s on the disk failed verification: %s", job.key, reason)
+            path = self._directory.file_of(job.key)
+            self._begin(self._off_loop("writing", partial(self._directory.delete, path)))
+            return job.end(Outcome.MISSING, f"{job.key} on the disk was bad")
+        self.counters["reads"] += 1
+        self.counters["read_bytes"] += nbytes
+        return job.end(Outcome.OK, nbytes=nbytes, fresh_s=self._used(job.key))
+
+    def _used(self, key: str) -> float:
+        """Note a use of the bucket's object, unless one has been noted for which it is still fresh.
+        Returns `JobEnd.fresh_s`."""
+        until_s = self._fresh_until_s.pop(key, 0.0)
+        if until_s <= now_s():
+            until_s = now_s() + self._refresher.exists(key)
+        self._fresh_until_s[key] = until_s
+        if len(self._fresh_until_s) > _MOST_USES:
+            del self._fresh_until_s[next(iter(self._fresh_until_s))]
+        return until_s - now_s()
+
+    async def _read(self, job: TransferJob) -> tuple[int | None, Mismatch | None]:
+        over, using = threading.Event(), threading.Lock()
+
+        def read() -> tuple[int | None, Mismatch | None]:
+            nbytes = self._directory.read(job.key, job.place, over.is_set, using)
+            with using:
+                if nbytes is None or over.is_set():
+                    return None, None
+                return nbytes, job.format.check(job.place, nbytes, job.block_hash)
+
+        reading = asyncio.ensure_future(self._workers.read(read))
+        try:
+            done, _ = await asyncio.wait([reading], timeout=PATIENCE_S)
+            if not done:
+                raise TimeoutError(0, f"no answer for {PATIENCE_S:g} s")
+            return reading.result()
+        finally:
+            with using:  # a thread that hangs does not touch the place when it goes on
+                over.set()
+            reading.cancel()
+
+    # --- a copy ------------------------------------------------------------------------------
+
+    async def keep(self, job: TransferJob, nbytes: int) -> None:
+        """Copy the first `nbytes` of the job's place, a whole object, to be written to the disk.
+        The place is not read after this has ended."""
+        buffer = None
+        if now_s() >= self._off_until_s["writing"] and not self._closing.is_set():
+            buffer = self._copies.take(nbytes)
+        if buffer is None:
+            self.counters["dropped"] += 1
+            return
+        copying = asyncio.ensure_future(
+            self._workers.copy(partial(copy_bytes, job.place.cut(0, nbytes).views, buffer))
+        )
+        try:
+            await asyncio.wait([copying])
+        finally:
+            await ended([copying])
+            self._begin(self._write(job.key, buffer))
+
+    async def _write(self, key: str, buffer: bytearray) -> None:
+        write = partial(self._directory.write, key, Place.of(buffer), self._closing.is_set)
+        try:
+            result = await self._off_loop("writing", write)
+        finally:
+            self._copies.give_back(buffer)
+        if result == "written":
+            self.counters["writes"] += 1
+            self.counters["written_bytes"] += len(buffer)
+        elif result != "there":
+            self.counters["dropped"] += 1
+        if now_s() >= self._clean_after_s:
+            self._clean_after_s = now_s() + _CLEAN_EVERY_S
+            if await self._off_loop("writing", partial(is_crowded, self._directory, len(buffer))):
+                await self._clean(len(buffer))
+
+    async def _clean(self, wanted_bytes: int = 0) -> None:
+        deleted = await self._off_loop("writing", partial(clean, self._directory, wanted_bytes))
+        self.counters["evicted_bytes"] += deleted or 0
+
+    async def _off_loop(self, what: str, work: Callable[[], _T]) -> _T | None:
+        """Run `work` in the thread that writes. None if it fails."""
+        try:
+            return await self._workers.write(work)
+        except OSError as error:
+            self._failed(what, error)
+            return None
+
+    def _failed(self, what: str, error: OSError) -> None:
+        """Do without the disk for a while."""
+        self.counters["failed"] += 1
+        if now_s() >= self._off_until_s[what]:
+            why = error.strerror or type(error).__name__
+            said = "%s files in %s failed (%s): the disk is not used for %.0f s"
+            _log.warning(said, what, self._directory.path, why, OFF_S)
+        self._off_until_s[what] = now_s() + OFF_S
+
+    # --- tasks -------------------------------------------------------------------------------
+
+    def _begin(self, work: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Write what waits, for a second, and end. Idempotent."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
+        self._closing.set()
+        self._workers.close()
+        for task in self._tasks:
+            task.cancel()

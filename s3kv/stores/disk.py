@@ -1,0 +1,331 @@
+"""`Directory`: objects in files on a local disk, shared by all processes of one user on a host.
+
+    {disk_path}/v2/{namespace digest}/{hh}/{block hash}.g{coverage}-{shard}.safetensors
+    {disk_path}/writing/     files that are not whole yet, each locked by its writer
+    {disk_path}/used         the bytes of all files; its lock guards it
+    {disk_path}/cleaning     the lock of the process that deletes files
+
+A file is the object as it is in the bucket. It is written under another name and renamed, so a file
+with an object's name is whole, unless the machine has lost power: nothing is synced, because
+readers verify. The kernel drops the locks of a process that dies. Its unfinished file is then
+without a lock, and is deleted; the bytes that it had reserved count until the next scan.
+
+All methods block, and may be called in any thread and by several at once. They raise `OSError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from s3kv.errors import ConfigError
+from s3kv.place import Place, copy_bytes
+
+_log = logging.getLogger("s3kv.io")
+
+PIECE_BYTES = 2**20
+"""Bytes read or written before the next look at whether they are still wanted."""
+_FREE_SHARE = 0.05
+_MOST_FREE_BYTES = 10 * 2**30
+"""Part of the file system that stays free, and the most of it: others write there, too."""
+_LOCK_TRIES = 400
+_LOCK_PAUSE_S = 0.005
+"""A file system that writes back much may take a second for one call under the lock."""
+_FOLDERS = "v2", "writing"
+_WRONG_SETTING = FileExistsError, NotADirectoryError, PermissionError
+_NEW = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+Lock = contextlib.AbstractContextManager[Any]
+_NO_LOCK: Lock = contextlib.nullcontext()
+
+Written = Literal["written", "there", "full", "over"]
+"""What a write has come to: it is done; the object was there; there is no room; nobody wants it."""
+IsOver = Callable[[], bool]
+"""Whether nobody wants the result any more. Called in the thread that reads or writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file that holds an object. used_s: last use, seconds since the epoch."""
+
+    path: str
+    nbytes: int
+    used_s: float
+
+
+class Directory:
+    """The files of one directory. prefix: of the keys, which the names of files leave out.
+
+    most_bytes: budget of all files, reserved before each is written. Every process that shares the
+    directory enforces its own; give all the same.
+    """
+
+    def __init__(self, path: Path, prefix: str, most_bytes: int) -> None:
+        self.path = path
+        self.most_bytes = most_bytes
+        self._prefix = f"{prefix}/"
+
+    @classmethod
+    def open(cls, path: str, prefix: str, most_bytes: int) -> Directory:
+        """The directory of the setting `disk_path`, made if it is missing. Raises `ConfigError` if
+        it is none, or others than this user could write to it. A disk that fails raises nothing: it
+        may work again later, and its engine has to start."""
+        directory = cls(Path(path), prefix, most_bytes)
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            directory._make_folders()
+        except _WRONG_SETTING as error:
+            raise ConfigError(f"disk_path {path!r} cannot be used: {error.strerror}") from error
+        except OSError as error:
+            _log.warning("disk_path %r cannot be used for now: %s", path, error.strerror)
+        return directory
+
+    def _make_folders(self) -> None:
+        _check_owner(str(self.path))
+        for folder in (f"{self.path}/{name}" for name in _FOLDERS):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, mode=0o700)
+            _check_owner(folder)
+
+    def file_of(self, key: str) -> Path:
+        """The file of an object's key."""
+        folder, _, name = key.removeprefix(self._prefix).rpartition("/")
+        return self.path / f"{folder}.{name}"
+
+    def key_of(self, path: str) -> str:
+        """The key of an object's file, the inverse of `file_of`."""
+        folder, name = os.path.split(os.path.relpath(path, self.path))
+        return f"{self._prefix}{folder}/{name.replace('.', '/', 1)}"
+
+    # --- objects -----------------------------------------------------------------------------
+
+    def read(self, key: str, place: Place, is_over: IsOver, lock: Lock = _NO_LOCK) -> int | None:
+        """Read an object into the front of `place`, and note its use. Returns its length, which may
+        exceed the place; None if there is no such file, or `is_over`. Nothing writes to `place`
+        afterwards. lock: held for each look at `is_over` and the writing to `place` that follows;
+        not while the disk is read, which may hang."""
+        path = self.file_of(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise PermissionError(0, f"{path} is not a file of this user")
+            with contextlib.suppress(OSError):  # read-only
+                os.utime(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            wanted = place.cut(0, min(status.st_size, place.nbytes))
+            return status.st_size if _read(fd, wanted, is_over, lock) else None
+        finally:
+            os.close(fd)
+
+    def write(self, key: str, place: Place, is_over: IsOver) -> Written:
+        """Write the object in `place`."""
+        path, nbytes = self.file_of(key), place.nbytes
+        if os.path.exists(path):
+            return "there"
+        reserved = self._reserve(nbytes)
+        if reserved is None:
+            return "full"
+        result: Written = "over"
+        fd, temporary = reserved
+        try:
+            if _fill(fd, place, is_over):
+                result = self._rename(temporary, path)
+        finally:
+            os.close(fd)
+            if result != "written":
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+                self._add(-nbytes)
+        return result
+
+    def _rename(self, temporary: str, path: Path) -> Written:
+        """Give a whole file its name, unless another writer was faster."""
+        os.makedirs(path.parent, mode=0o700, exist_ok=True)
+        with self._locked():
+            if os.path.exists(path):
+                return "there"
+            os.rename(temporary, path)
+        return "written"
+
+    def delete(self, path: str | Path) -> int:
+        """Delete a file, if it is there. Returns its bytes."""
+        try:
+            nbytes = os.lstat(path).st_size
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        self._add(-nbytes)
+        return nbytes
+
+    # --- room --------------------------------------------------------------------------------
+
+    def used_bytes(self) -> int | None:
+        """The bytes of all files, with those reserved for writers; None before the first scan.
+
+        Makes deleted folders anew, but not the directory: its disk may be unmounted.
+        """
+        self._make_folders()
+        with self._locked() as fd:
+            return _read_used(fd)
+
+    def missing_bytes(self) -> int:
+        """Free bytes that the file system lacks; 0 if it has enough of them."""
+        status = os.statvfs(self.path)
+        wanted = min(_MOST_FREE_BYTES, int(_FREE_SHARE * status.f_blocks * status.f_frsize))
+        return max(0, wanted - status.f_bavail * status.f_frsize)
+
+    def _reserve(self, nbytes: int) -> tuple[int, str] | None:
+        """A new file to write, open and locked, and its path; None if there is no room. No scan
+        finds it without its lock or its length."""
+        if self.missing_bytes():
+            return None
+        with self._locked() as used_fd:
+            used = _read_used(used_fd)
+            if used is None or used + nbytes > self.most_bytes:
+                return None
+            fd, path = tempfile.mkstemp(dir=self.path / "writing")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.truncate(fd, nbytes)
+                _write_used(used_fd, used + nbytes)
+            except OSError:
+                os.close(fd)
+                os.unlink(path)
+                raise
+            return fd, path
+
+    def _add(self, nbytes: int) -> None:
+        with self._locked() as fd:
+            used = _read_used(fd)
+            if used is not None:
+                _write_used(fd, max(0, used + nbytes))
+
+    def correct(self, scanned_bytes: int, before_bytes: int | None) -> None:
+        """Note what a scan has found. before_bytes: `used_bytes` at its start; what was written
+        since then counts as not found, which is corrected by the next scan."""
+        with self._locked() as fd:
+            used = _read_used(fd)
+            since = 0 if used is None or before_bytes is None else max(0, used - before_bytes)
+            _write_used(fd, scanned_bytes + since)
+
+    def files(self) -> Iterator[File]:
+        """All objects, in any order. Files that are deleted meanwhile are left out."""
+        for folder, _, names in os.walk(self.path / "v2", onerror=_unless_gone):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(path := os.path.join(folder, name))
+                    yield File(path, status.st_size, status.st_mtime)
+
+    def unfinished_bytes(self) -> int:
+        """The bytes of the files that are being written. Those whose writer is dead are deleted."""
+        nbytes = 0
+        for entry in os.scandir(self.path / "writing"):
+            gone = contextlib.suppress(FileNotFoundError)
+            with gone, self._locked(), self._open(entry.path, os.O_RDWR) as fd:
+                if _try_lock(fd):
+                    os.unlink(entry.path)
+                else:
+                    nbytes += os.fstat(fd).st_size
+        return nbytes
+
+    @contextlib.contextmanager
+    def cleaning(self) -> Iterator[bool]:
+        """Be the one process that deletes files, for the block. False if another one is."""
+        with self._open(str(self.path / "cleaning"), _NEW) as fd:
+            yield _try_lock(fd)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file `used`, locked. Raises `BlockingIOError` if a process holds the lock for long,
+        which only a stopped one does."""
+        with self._open(str(self.path / "used"), _NEW) as fd:
+            tries = 0
+            while not _try_lock(fd):
+                tries += 1
+                if tries == _LOCK_TRIES:
+                    raise BlockingIOError(0, f"{self.path / 'used'} is locked")
+                time.sleep(_LOCK_PAUSE_S)
+            yield fd
+
+    @contextlib.contextmanager
+    def _open(self, path: str, flags: int) -> Iterator[int]:
+        fd = os.open(path, flags, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _unless_gone(error: OSError) -> None:
+    """Files that cannot be listed would not be counted."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _check_owner(folder: str) -> None:
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(0, f"{folder} is not a directory (nor may it be a link to one)")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(0, f"{folder} belongs to user {status.st_uid}, not {os.geteuid()}")
+    if status.st_mode & 0o022:
+        raise PermissionError(0, f"others may write to {folder}: `chmod 700` it")
+
+
+def _read(fd: int, place: Place, is_over: IsOver, lock: Lock) -> bool:
+    """Fill all of `place`; False if `is_over`, or the file is shorter."""
+    at, buffer = 0, memoryview(bytearray(min(PIECE_BYTES, place.nbytes)))
+    for piece in place.pieces(PIECE_BYTES):
+        left = piece
+        while left:
+            count = os.preadv(fd, [buffer[: len(left)]], at)
+            with lock:
+                if not count or is_over():
+                    return False
+                copy_bytes([buffer[:count]], left)
+            at, left = at + count, left[count:]
+    return True
+
+
+def _fill(fd: int, place: Place, is_over: IsOver) -> bool:
+    """Write all of `place`; False if `is_over`."""
+    at = 0
+    for piece in place.pieces(PIECE_BYTES):
+        left = piece
+        while left:
+            if is_over():
+                return False
+            count = os.pwritev(fd, [left], at)
+            at, left = at + count, left[count:]
+    return True
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_used(fd: int) -> int | None:
+    """None: the file is new."""
+    data = os.pread(fd, 8, 0)
+    return int.from_bytes(data, "little") if len(data) == 8 else None
+
+
+def _write_used(fd: int, nbytes: int) -> None:
+    os.pwrite(fd, nbytes.to_bytes(8, "little"), 0)

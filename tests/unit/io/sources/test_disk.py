@@ -1,0 +1,335 @@
+"""The disk is asked first, verified, and kept full by everything else; its failures cost only its
+hits. The I/O process is served in the test's loop; files and threads are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.errors import StoreUnavailable
+from s3kv.io import wire
+from s3kv.io.sources import disk as source
+from s3kv.messages import JobEnd
+from s3kv.stores import disk
+from s3kv.stores.disk import Directory
+from s3kv.types import Outcome
+from tests.unit.io import rig
+from tests.unit.io.rig import Worker
+
+
+@pytest.fixture(autouse=True)
+def free_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
+
+
+@pytest.fixture
+async def bucket() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def serving(bucket: MemoryStore, tmp_path: Path) -> Callable[..., Any]:
+    def serving(disk_bytes: int = 2**30, **settings: Any) -> Any:
+        how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": disk_bytes, **settings}
+        return rig.serving(bucket, max_wait_ms=200, **how)
+
+    return serving
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return Directory(tmp_path / "cache", "s3kv", 0).file_of(rig.object_key(1))
+
+
+@pytest.fixture
+def let_go() -> Iterator[threading.Event]:
+    """Set at the end, too: a thread that waits for it would keep the tests from ending."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def counters(worker: Worker) -> dict[str, int]:
+    found = (await worker.settled()).counters
+    return {name.removeprefix("io_disk_"): n for name, n in found.items() if "disk" in name and n}
+
+
+async def until(worker: Worker, **expected: int) -> None:
+    """Come back when the counters are these, of those named."""
+    while True:
+        now = await counters(worker)
+        if {name: now.get(name, 0) for name in expected} == expected:
+            return
+        await asyncio.sleep(0.01)
+
+
+async def fetched(worker: Worker, number: int = 1) -> JobEnd:
+    worker.slot(number)[:] = bytes(rig.FORMAT.object_bytes)
+    worker.say(rig.fetch(number))
+    end: JobEnd = (await worker.done(1))[number]
+    whole = bytes(worker.slot(number)) == rig.sealed(number)
+    assert whole == (end.outcome is Outcome.OK)
+    return end
+
+
+async def counted(worker: Worker, file: Path) -> None:
+    """Come back when the files have been counted: before that, none is written."""
+    while not (used := file.parents[3] / "used").exists() or not used.stat().st_size:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_an_object_of_the_bucket_is_fetched_once_per_host(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path
+) -> None:
+    rig.hold(bucket, 1)
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        assert (await fetched(worker)).source == "bucket"
+        await until(worker, writes=1, written_bytes=rig.FORMAT.object_bytes)
+        assert file.read_bytes() == rig.sealed(1)
+        assert (await fetched(worker)).source == "disk"
+    async with serving() as (worker, _):  # the next engine on this host
+        end = await fetched(worker)
+        assert (end.source, end.nbytes) == ("disk", rig.FORMAT.object_bytes)
+        await until(worker, reads=1, read_bytes=rig.FORMAT.object_bytes, writes=0)
+    assert bucket.asked["get_into"] == 1
+
+
+async def test_an_upload_is_not_written_unless_asked(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path
+) -> None:
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        worker.fill(1, number=1)
+        worker.say(rig.upload(1))
+        assert (await worker.done(1))[1].outcome is Outcome.OK
+    assert not file.exists()
+
+
+async def test_a_use_is_noted_once_an_hour(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path
+) -> None:
+    rig.hold(bucket, 1)
+    async with serving(refresh_after_s=3600.0) as (worker, _):
+        await counted(worker, file)
+        await fetched(worker)
+        await until(worker, writes=1)
+        fresh_s = [(await fetched(worker)).fresh_s for _ in range(3)]
+        assert fresh_s == sorted(fresh_s, reverse=True)
+        await until(worker, reads=3)
+        while not bucket.asked["head"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert bucket.asked["head"] == 1
+
+
+@pytest.mark.parametrize("bucket_is_away", [False, True])
+async def test_an_upload_leaves_a_file_whatever_the_bucket_answers(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path, *, bucket_is_away: bool
+) -> None:
+    async with serving(disk_writes="all") as (worker, _):
+        await counted(worker, file)
+        if bucket_is_away:
+            bucket.errors["put"] = [StoreUnavailable("away")] * 9
+        worker.fill(1, number=1)
+        worker.say(rig.upload(1))
+        outcome = Outcome.FAILED if bucket_is_away else Outcome.OK
+        assert (await worker.done(1))[1].outcome is outcome
+        worker.slot(1)[:] = bytes(rig.FORMAT.object_bytes)  # the slot is another's now
+        await until(worker, writes=1)
+        assert file.read_bytes() == rig.sealed(1)
+        assert (await fetched(worker)).source == "disk"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "another's", "empty"])
+async def test_a_bad_file_is_deleted_and_the_bucket_asked(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path, damage: str
+) -> None:
+    rig.hold(bucket, 1)
+    good = rig.sealed(1)
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        file.parent.mkdir(parents=True)
+        file.write_bytes(
+            {
+                "flipped": good[:-1] + bytes([good[-1] ^ 1]),
+                "shorter": good[:-1],
+                "longer": good + b"\0",
+                "another's": rig.sealed(2),
+                "empty": b"",
+            }[damage]
+        )
+        end = await fetched(worker)
+        assert (end.outcome, end.source) == (Outcome.OK, "bucket")
+        await until(worker, corrupt=1, writes=1)
+        assert file.read_bytes() == good
+        assert (await fetched(worker)).source == "disk"
+
+
+@pytest.mark.parametrize("error", [5, 30, 116])  # EIO, EROFS, ESTALE
+async def test_a_disk_that_fails_is_not_used_for_a_while(
+    serving: Callable[..., Any],
+    bucket: MemoryStore,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    rig.hold(bucket, 1, 2, 3)
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        assert (await fetched(worker)).source == "bucket"
+        await until(worker, writes=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fail)
+            patch.setattr(os, "pwritev", fail)
+            for numbers, dropped in ((1, 2), 1), ((3, 1), 3):
+                for number in numbers:
+                    assert (await fetched(worker, number)).source == "bucket"
+                await until(worker, failed=2, dropped=dropped)
+        lines = [r.getMessage() for r in caplog.records if "the disk is not used" in r.message]
+        assert len(lines) == 2, "one for reading, and one for writing"
+    async with serving() as (worker, _):
+        assert (await fetched(worker)).source == "disk"
+
+
+async def test_a_read_that_hangs_costs_its_job_no_more_than_patience(
+    serving: Callable[..., Any],
+    bucket: MemoryStore,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    let_go: threading.Event,
+) -> None:
+    rig.hold(bucket, 1, 2)
+    monkeypatch.setattr(source, "PATIENCE_S", 0.02)
+    preadv = os.preadv
+
+    def hang(*how: Any) -> int:
+        let_go.wait()
+        return preadv(*how)
+
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        await fetched(worker)
+        await until(worker, writes=1)
+        monkeypatch.setattr(os, "preadv", hang)
+        assert (await fetched(worker, 1)).source == "bucket"
+        await until(worker, failed=1)
+        assert (await fetched(worker, 2)).source == "bucket"
+
+
+async def test_a_slot_is_not_written_after_its_job_has_ended(
+    serving: Callable[..., Any],
+    bucket: MemoryStore,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    let_go: threading.Event,
+) -> None:
+    rig.hold(bucket, 1)
+    preadv, read = os.preadv, Directory.read
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(*how: Any) -> int:
+        begun.set()
+        let_go.wait()
+        return preadv(*how)
+
+    def read_to_the_end(*how: Any) -> int | None:
+        try:
+            return read(*how)
+        finally:
+            ended.set()
+
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        await fetched(worker)
+        await until(worker, writes=1)
+        monkeypatch.setattr(os, "preadv", slow)
+        monkeypatch.setattr(Directory, "read", read_to_the_end)
+        worker.say(rig.fetch(1))
+        await asyncio.to_thread(begun.wait)
+        worker.say(wire.Cancel(1))
+        assert (await worker.done(1))[1].outcome is Outcome.CANCELLED, "though the read goes on"
+        worker.slot(1)[:] = bytes(rig.FORMAT.object_bytes)
+        let_go.set()
+        await asyncio.to_thread(ended.wait)
+        assert not any(worker.slot(1))
+
+
+async def test_objects_are_dropped_when_the_disk_is_behind(
+    serving: Callable[..., Any],
+    bucket: MemoryStore,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    let_go: threading.Event,
+) -> None:
+    monkeypatch.setattr(source, "MOST_COPIED_BYTES", 2 * rig.FORMAT.object_bytes)
+    rig.hold(bucket, 1, 2, 3)
+    pwritev = os.pwritev
+
+    def slow(*how: Any) -> int:
+        let_go.wait()
+        return pwritev(*how)
+
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        monkeypatch.setattr(os, "pwritev", slow)
+        for number in (1, 2, 3):
+            assert (await fetched(worker, number)).source == "bucket"
+        await until(worker, dropped=1)
+        let_go.set()
+        await until(worker, dropped=1, writes=2)
+
+
+async def test_the_budget_is_kept(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "_CLEAN_EVERY_S", 0.0)
+    rig.hold(bucket, *range(1, 31))
+    most_bytes = 10 * rig.FORMAT.object_bytes
+    async with serving(disk_bytes=most_bytes) as (worker, _):
+        await counted(worker, file)
+        for number in range(1, 31):
+            await fetched(worker, number)
+            sizes = [path.stat().st_size for path in file.parents[3].rglob("*.safetensors")]
+            assert sum(sizes) <= most_bytes
+        while not (await counters(worker)).get("evicted_bytes"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_the_last_objects_are_written_before_the_process_ends(
+    serving: Callable[..., Any], bucket: MemoryStore, file: Path
+) -> None:
+    rig.hold(bucket, 1)
+    async with serving() as (worker, _):
+        await counted(worker, file)
+        await fetched(worker)
+    assert file.read_bytes() == rig.sealed(1)
+    assert not os.listdir(file.parents[3] / "writing")
+
+
+@pytest.mark.parametrize("on_unavailable", ["fail", "serve"])
+async def test_a_directory_that_cannot_be_used_at_start(
+    bucket: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, on_unavailable: str
+) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30}
+    rig.hold(bucket, 1)
+    async with rig.served(lambda _: bucket, on_unavailable=on_unavailable, **how) as (worker, _):
+        ready = await worker.hear()
+        if on_unavailable == "fail":
+            assert (ready.serving, ready.trouble) == (False, "config")
+            assert "disk_path" in ready.message
+        else:
+            assert ready.serving
+            assert (await fetched(worker)).source == "bucket"
+            assert "It is not used until the next start" in caplog.text
