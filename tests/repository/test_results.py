@@ -16,8 +16,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 MOVED = "code has moved and texts have changed since, and nothing of what is measured"
 NO_THREADS = "the threads of the network have changed since, and two cores have none"
+NAMES = "names of counters have changed since, and nothing of what is measured"
 OLDER: dict[str, str] = {
+    "engine-shaped.json": NAMES,
     "gpu-h200.json": "each part names its commit: there is not a GPU for every change",
+    "peers-disk.json": NAMES,
     "peers-weed.json": NO_THREADS,
     "peers-shaped.json": "since then the tier saves the chunks behind the first probes, too",
     "trace-session.json": MOVED,

@@ -269,7 +269,7 @@ class Service:
             "io_defects": self._defects + self._housekeeping.defects,
         }
         if self._disk is not None:
-            counters |= {f"io_disk_{name}": n for name, n in self._disk.counters.items()}
+            counters |= self._disk.counters
         return wire.Stats(
             queue.waiting, queue.running, queue.running_bytes, pacing.window.size, counters
         )

@@ -40,6 +40,10 @@ PATIENCE_S = 5.0
 """Time after which a read counts as hanging: the next source is asked."""
 OFF_S = 60.0
 """Time for which a disk that has failed is not used."""
+_COUNTERS = (
+    *("io_disk_reads", "io_disk_read_bytes", "io_disk_writes", "io_disk_written_bytes"),
+    *("io_disk_dropped", "io_disk_corrupt", "io_disk_failed", "io_disk_evicted_bytes"),
+)
 _CLEAN_EVERY_S = 1.0
 _MOST_USES = 2**14
 _CLOSE_TIMEOUT_S = 1.0
@@ -102,10 +106,7 @@ class DiskSource:
     is_near = True
 
     def __init__(self, directory: Directory, workers: Workers, refresher: Refresher) -> None:
-        self.counters = dict.fromkeys(
-            ("reads", "read_bytes", "writes", "written_bytes", "dropped", "corrupt", "failed"), 0
-        )
-        self.counters["evicted_bytes"] = 0
+        self.counters = dict.fromkeys(_COUNTERS, 0)
         self._directory = directory
         self._workers = workers
         self._refresher = refresher
@@ -135,13 +136,13 @@ class DiskSource:
         if nbytes is None:
             return job.end(Outcome.MISSING, f"{job.key} is not on the disk")
         if reason is not None:
-            self.counters["corrupt"] += 1
+            self.counters["io_disk_corrupt"] += 1
             _log.warning("%s on the disk failed verification: %s", job.key, reason)
             path = self._directory.file_of(job.key)
             self._begin(self._off_loop("writing", partial(self._directory.delete, path)))
             return job.end(Outcome.MISSING, f"{job.key} on the disk was bad")
-        self.counters["reads"] += 1
-        self.counters["read_bytes"] += nbytes
+        self.counters["io_disk_reads"] += 1
+        self.counters["io_disk_read_bytes"] += nbytes
         return job.end(Outcome.OK, nbytes=nbytes, fresh_s=self._used(job.key))
 
     def _used(self, key: str) -> float:
@@ -185,7 +186,7 @@ class DiskSource:
         if now_s() >= self._off_until_s["writing"] and not self._closing.is_set():
             buffer = self._copies.take(nbytes)
         if buffer is None:
-            self.counters["dropped"] += 1
+            self.counters["io_disk_dropped"] += 1
             return
         copying = asyncio.ensure_future(
             self._workers.copy(partial(copy_bytes, job.place.cut(0, nbytes).views, buffer))
@@ -203,10 +204,10 @@ class DiskSource:
         finally:
             self._copies.give_back(buffer)
         if result == "written":
-            self.counters["writes"] += 1
-            self.counters["written_bytes"] += len(buffer)
+            self.counters["io_disk_writes"] += 1
+            self.counters["io_disk_written_bytes"] += len(buffer)
         elif result != "there":
-            self.counters["dropped"] += 1
+            self.counters["io_disk_dropped"] += 1
         if now_s() >= self._clean_after_s:
             self._clean_after_s = now_s() + _CLEAN_EVERY_S
             if await self._off_loop("writing", partial(is_crowded, self._directory, len(buffer))):
@@ -214,7 +215,7 @@ class DiskSource:
 
     async def _clean(self, wanted_bytes: int = 0) -> None:
         deleted = await self._off_loop("writing", partial(clean, self._directory, wanted_bytes))
-        self.counters["evicted_bytes"] += deleted or 0
+        self.counters["io_disk_evicted_bytes"] += deleted or 0
 
     async def _off_loop(self, what: str, work: Callable[[], _T]) -> _T | None:
         """Run `work` in the thread that writes. None if it fails."""
@@ -226,7 +227,7 @@ class DiskSource:
 
     def _failed(self, what: str, error: OSError) -> None:
         """Do without the disk for a while."""
-        self.counters["failed"] += 1
+        self.counters["io_disk_failed"] += 1
         if now_s() >= self._off_until_s[what]:
             why = error.strerror or type(error).__name__
             said = "%s files in %s failed (%s): the disk is not used for %.0f s"

@@ -171,14 +171,14 @@ class DiskFleet(Fleet):
     def _end(self) -> None:
         super()._end()
         for process in (process for node in self.nodes for process in node.processes):
-            self.seen["files damaged and read"] += process.disk_counters["corrupt"]
-            self.seen["objects dropped"] += process.disk_counters["dropped"]
+            self.seen["files damaged and read"] += process.disk_counters["io_disk_corrupt"]
+            self.seen["objects dropped"] += process.disk_counters["io_disk_dropped"]
         sound = [disk for disk in self.disks if disk.is_sound]
         if self.seen["I/O processes stopped"]:  # and held a lock, perhaps
             return
         for node in self.nodes:
             for process in node.processes if node.disk in sound else ():
-                failed = process.disk_counters["failed"]
+                failed = process.disk_counters["io_disk_failed"]
                 assert not failed, f"process {process.pid} takes a sound disk for a failing one"
 
     def _check_disk(self, disk: Disk) -> None:

@@ -219,7 +219,7 @@ def test_a_directory_is_made_for_its_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["link", "file", "open to others", "another's", "below a file"])
-def test_a_directory_that_others_could_write_to_is_refused(
+def test_a_directory_open_to_others_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     path = tmp_path / "cache"

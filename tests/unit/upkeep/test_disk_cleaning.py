@@ -53,7 +53,7 @@ def test_the_files_used_longest_ago_go(directory: Directory) -> None:
     assert directory.used_bytes() == 8_500
 
 
-def test_bytes_that_a_dead_writer_had_reserved_are_free_again(directory: Directory) -> None:
+def test_reserved_bytes_of_a_dead_writer_are_free(directory: Directory) -> None:
     clean(directory)
     fill(directory, range(90))
     (directory.path / "writing" / "dead").write_bytes(bytes(100))
@@ -98,3 +98,13 @@ def test_a_use_during_a_cleaning_saves_a_file(
     clean(directory)
     monkeypatch.undo()
     assert 1_000_000 in left(directory)
+
+
+def test_a_clock_that_jumps_changes_no_more_than_the_order(directory: Directory) -> None:
+    clean(directory)
+    fill(directory, range(96))
+    for number in range(40):
+        os.utime(directory.file_of(rig.object_key(number)), (4e9 + number, 4e9 + number))
+    assert clean(directory) == 1_100
+    assert left(directory) == {*range(51, 96), *(4_000_000_000 + n for n in range(40))}
+    assert directory.used_bytes() == 8_500

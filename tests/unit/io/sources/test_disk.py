@@ -202,7 +202,7 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
         assert (await fetched(worker)).source == "disk"
 
 
-async def test_a_read_that_hangs_costs_its_job_no_more_than_patience(
+async def test_a_read_that_hangs_costs_its_patience(
     serving: Callable[..., Any],
     bucket: MemoryStore,
     file: Path,
