@@ -126,7 +126,9 @@ _ENGINE: Mapping[str, Metric] = {
         "Objects not written to the disk: it was behind, full or failing, or the engine ended."
     ),
     "io_disk_corrupt": Metric("Files that failed verification, and were deleted."),
-    "io_disk_failed": Metric("Operations that the disk failed; it is not used for a minute then."),
+    "io_disk_failed": Metric(
+        "Reads and writes that the disk failed; there are no more of the kind for a minute then."
+    ),
     "io_disk_evicted_bytes": Metric("Bytes of files deleted for disk_bytes."),
     "io_refresh_done": Metric("Objects in use that were rewritten in place."),
     "io_refresh_failed": Metric("Objects in use that could not be rewritten or read."),

@@ -12,8 +12,8 @@ list of those that the bucket is asked about.
 
 A verdict is on the bucket alone. An end without the bucket (`JobEnd.near`) is none: an absence on
 this host counts for nothing. What is there is a copy of what the bucket had. So it counts as
-present and out of date, unless the bucket is known to have it: the next use asks the bucket, and
-what the bucket has lost is uploaded again.
+present until `JobEnd.fresh_s`, unless the bucket is known to have it. The first use after that asks
+the bucket, and what the bucket has lost is uploaded again.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ OLDER: dict[str, str] = {
     "peers-disk.json": NAMES,
     "peers-weed.json": NO_THREADS,
     "peers-shaped.json": "since then the tier saves the chunks behind the first probes, too",
+    "trace-disk.json": MOVED,
     "trace-session.json": MOVED,
 }
 """Results that the documentation shows though the code they measure has changed since, and why that

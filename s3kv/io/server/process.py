@@ -96,7 +96,7 @@ def _disk_of(config: Config) -> tuple[Directory, WorkerThreads] | None:
     except ConfigError as error:
         if config.on_unavailable == "fail":
             raise
-        _log.warning("%s. It is not used until the next start", error)
+        _log.warning("%s. The disk is off until the next start", error)
         return None
     return directory, WorkerThreads(config.max_inflight_requests)
 

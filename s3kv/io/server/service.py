@@ -80,7 +80,8 @@ class Service:
         self._refresher = self._housekeeping.refresher
         borrow = partial(self._queue.borrowed, self._start_jobs)
         self._bucket = BucketSource(store, config, self._refresher, borrow, rng)
-        self._disk = disk and DiskSource(*disk, self._refresher)
+        keeps_uploads = config.disk_writes == "all"
+        self._disk = disk and DiskSource(*disk, self._refresher, keeps_uploads=keeps_uploads)
         self._chain = chain_of(handshake, store, self._bucket, borrow, self._disk)
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()

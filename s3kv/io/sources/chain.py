@@ -72,28 +72,22 @@ def chain_of(
     """The chain of one rank."""
     others = OtherShards(handshake, store, bucket.fetch, borrow, StagingMemory(MOST_STAGED_BYTES))
     sources = [*([disk] if disk else ()), bucket, others]
-    return Chain(sources, bucket, disk, keeps_uploads=handshake.config.disk_writes == "all")
+    return Chain(sources, bucket, disk)
 
 
 class Chain:
     """Executor of jobs. Runs any number at a time; the caller limits them.
 
-    sources: in the order in which they are asked. disk: the one of them that keeps a copy of the
-    objects of the others, and, if it `keeps_uploads`, of uploads.
+    sources: in the order in which they are asked. disk: the one of them that keeps copies of what
+    the others deliver, and of uploads.
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        bucket: BucketSource,
-        disk: DiskSource | None = None,
-        *,
-        keeps_uploads: bool = False,
+        self, sources: Sequence[Source], bucket: BucketSource, disk: DiskSource | None = None
     ) -> None:
         self._sources = sources
         self._bucket = bucket
         self._disk = disk
-        self._keeps_uploads = keeps_uploads
         self._fetches: dict[str, tuple[asyncio.Task[Any] | None, float]] = {}
         """The last fetches, by key: the task, which may have ended, and when it began. The oldest
         are first."""
@@ -110,8 +104,7 @@ class Chain:
             end = await self._bucket.upload(job)
         except StoreError as error:
             end = job.failed(error)
-        if self._keeps_uploads:  # whatever the bucket says: it is sealed
-            await self._keep(job, job.nbytes)
+        await self._keep(job, job.nbytes)  # whatever the bucket says: it is sealed
         return end
 
     async def _fetch(self, job: TransferJob) -> JobEnd:
@@ -130,7 +123,7 @@ class Chain:
                 end.source, end.near = source.name, source.is_near
             if end.outcome is not Outcome.MISSING or end.reason:
                 break
-        if end.outcome is Outcome.OK and (self._disk is None or end.source != self._disk.name):
+        if end.outcome is Outcome.OK and not end.near:
             # An item may be shorter than its place; a chunk of other shards is as long as it.
             is_whole = end.source == BucketSource.name
             await self._keep(job, end.nbytes if is_whole else job.nbytes)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.staging import StagingMemory
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.messages import JobEnd
+from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.headers import Mismatch
 from s3kv.place import Place, copy_bytes
 from s3kv.stores.disk import Directory
@@ -99,17 +99,21 @@ def _yield_to_others() -> None:
 class DiskSource:
     """The files of a directory as a source. Belongs to one asyncio loop.
 
-    refresher: takes note of the objects in use, so that the bucket keeps them.
+    refresher: takes note of the objects in use, so that the bucket keeps them. keeps_uploads: of
+        uploads, too, it keeps a copy.
     """
 
     name = "disk"
     is_near = True
 
-    def __init__(self, directory: Directory, workers: Workers, refresher: Refresher) -> None:
+    def __init__(
+        self, directory: Directory, workers: Workers, refresher: Refresher, *, keeps_uploads: bool
+    ) -> None:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._directory = directory
         self._workers = workers
         self._refresher = refresher
+        self._keeps_uploads = keeps_uploads
         self._copies = StagingMemory(MOST_COPIED_BYTES)
         self._off_until_s = {"reading": 0.0, "writing": 0.0}
         self._clean_after_s = 0.0
@@ -182,6 +186,8 @@ class DiskSource:
     async def keep(self, job: TransferJob, nbytes: int) -> None:
         """Copy the first `nbytes` of the job's place, a whole object, to be written to the disk.
         The place is not read after this has ended."""
+        if job.kind is JobKind.UPLOAD and not self._keeps_uploads:
+            return
         buffer = None
         if now_s() >= self._off_until_s["writing"] and not self._closing.is_set():
             buffer = self._copies.take(nbytes)
@@ -230,8 +236,8 @@ class DiskSource:
         self.counters["io_disk_failed"] += 1
         if now_s() >= self._off_until_s[what]:
             why = error.strerror or type(error).__name__
-            said = "%s files in %s failed (%s): the disk is not used for %.0f s"
-            _log.warning(said, what, self._directory.path, why, OFF_S)
+            said = "%s files in %s failed (%s): no %s there for %.0f s"
+            _log.warning(said, what, self._directory.path, why, what, OFF_S)
         self._off_until_s[what] = now_s() + OFF_S
 
     # --- tasks -------------------------------------------------------------------------------

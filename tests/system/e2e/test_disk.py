@@ -56,6 +56,13 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     return connect
 
 
+def fill(serve: Serve, tiny: Path, connector: dict[str, Any]) -> None:
+    """Have an engine compute the prompts, and leave their chunks behind."""
+    with serve(tiny, connector, **EXACT) as engine:
+        engine.generate(PROMPTS)
+        at_rest(engine)
+
+
 def files(tmp_path: Path) -> Sequence[Path]:
     return sorted((tmp_path / "disk").rglob("*.safetensors"))
 
@@ -73,9 +80,7 @@ def test_a_new_process_is_served_from_the_disk_with_no_bucket(
     store = Store()
     gone = S3Server(store.url, s3.env)
     store.start()
-    with serve(tiny, connect(gone, Store.BUCKET), **EXACT) as engine:
-        engine.generate(PROMPTS)
-        at_rest(engine)
+    fill(serve, tiny, connect(gone, Store.BUCKET))
     store.kill()
     assert len(files(tmp_path)) == 12
 
@@ -95,9 +100,7 @@ def test_a_bad_file_is_a_miss_of_the_disk_alone(
     tmp_path: Path,
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, **EXACT))
-    with serve(tiny, connect(s3, bucket), **EXACT) as engine:
-        engine.generate(PROMPTS)
-        at_rest(engine)
+    fill(serve, tiny, connect(s3, bucket))
     for file in files(tmp_path):
         file.write_bytes(flipped(file.read_bytes()))
     with serve(tiny, connect(s3, bucket), **EXACT) as engine:

@@ -151,12 +151,6 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], None]]:
         pass
 
 
-async def counted(worker: rig.Worker, path: Path) -> None:
-    """Come back when the files have been counted: before that, none is written."""
-    while not (path / "used").exists() or not (path / "used").stat().st_size:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def happens(worker: rig.Worker, name: str) -> None:
     """Come back when this counter is no longer 0."""
     while not (await worker.settled()).counters[f"io_disk_{name}"]:  # noqa: ASYNC110
@@ -182,7 +176,7 @@ async def test_a_disk_that_is_full_loses_no_upload(
     bucket, path = MemoryStore(), tmp_path / "small"
     how = {"disk_path": str(path), "disk_bytes": 2**30, "disk_writes": "all"}
     async with rig.serving(bucket, **how) as (worker, _):
-        await counted(worker, path)
+        await rig.counted(path)
         mounted(FULL)
         for number in range(1, 12):
             worker.fill(1, number=number)
@@ -203,7 +197,7 @@ async def test_a_disk_that_becomes_read_only_costs_no_fetch(
     bucket, path = MemoryStore(), tmp_path / "small"
     rig.hold(bucket, 1, 2)
     async with rig.serving(bucket, disk_path=str(path), disk_bytes=2**30) as (worker, _):
-        await counted(worker, path)
+        await rig.counted(path)
         assert await fetched(worker, 1) == "bucket"
         await happens(worker, "writes")
         mounted(READ_ONLY)
@@ -239,7 +233,7 @@ async def test_what_is_no_file_of_ours_is_neither_read_nor_waited_for(
     rig.hold(bucket, 1)
     file = Directory(path, "s3kv", 0).file_of(rig.object_key(1))
     async with rig.serving(bucket, disk_path=str(path), disk_bytes=2**30) as (worker, _):
-        await counted(worker, path)
+        await rig.counted(path)
         file.parent.mkdir(parents=True)
         (elsewhere := tmp_path / "elsewhere").write_bytes(rig.sealed(1))
         if kind == "link":

@@ -8,6 +8,7 @@ import hashlib
 import random
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from lab import constants
@@ -171,3 +172,9 @@ async def serving(
     async with served(lambda _: store, **how) as (worker, task):
         await worker.ready()
         yield worker, task
+
+
+async def counted(disk: Path) -> None:
+    """Come back when the files of a disk have been counted: before that, none is written."""
+    while not (disk / "used").exists() or not (disk / "used").stat().st_size:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)

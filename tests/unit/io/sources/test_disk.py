@@ -79,18 +79,12 @@ async def fetched(worker: Worker, number: int = 1) -> JobEnd:
     return end
 
 
-async def counted(worker: Worker, file: Path) -> None:
-    """Come back when the files have been counted: before that, none is written."""
-    while not (used := file.parents[3] / "used").exists() or not used.stat().st_size:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def test_an_object_of_the_bucket_is_fetched_once_per_host(
     serving: Callable[..., Any], bucket: MemoryStore, file: Path
 ) -> None:
     rig.hold(bucket, 1)
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         assert (await fetched(worker)).source == "bucket"
         await until(worker, writes=1, written_bytes=rig.FORMAT.object_bytes)
         assert file.read_bytes() == rig.sealed(1)
@@ -106,7 +100,7 @@ async def test_an_upload_is_not_written_unless_asked(
     serving: Callable[..., Any], bucket: MemoryStore, file: Path
 ) -> None:
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         worker.fill(1, number=1)
         worker.say(rig.upload(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
@@ -118,7 +112,7 @@ async def test_a_use_is_noted_once_an_hour(
 ) -> None:
     rig.hold(bucket, 1)
     async with serving(refresh_after_s=3600.0) as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         await fetched(worker)
         await until(worker, writes=1)
         fresh_s = [(await fetched(worker)).fresh_s for _ in range(3)]
@@ -134,7 +128,7 @@ async def test_an_upload_leaves_a_file_whatever_the_bucket_answers(
     serving: Callable[..., Any], bucket: MemoryStore, file: Path, *, bucket_is_away: bool
 ) -> None:
     async with serving(disk_writes="all") as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         if bucket_is_away:
             bucket.errors["put"] = [StoreUnavailable("away")] * 9
         worker.fill(1, number=1)
@@ -154,7 +148,7 @@ async def test_a_bad_file_is_deleted_and_the_bucket_asked(
     rig.hold(bucket, 1)
     good = rig.sealed(1)
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         file.parent.mkdir(parents=True)
         file.write_bytes(
             {
@@ -186,7 +180,7 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
 
     rig.hold(bucket, 1, 2, 3)
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         assert (await fetched(worker)).source == "bucket"
         await until(worker, writes=1)
         with monkeypatch.context() as patch:
@@ -196,7 +190,7 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
                 for number in numbers:
                     assert (await fetched(worker, number)).source == "bucket"
                 await until(worker, failed=2, dropped=dropped)
-        lines = [r.getMessage() for r in caplog.records if "the disk is not used" in r.message]
+        lines = [r.getMessage() for r in caplog.records if " there for " in r.message]
         assert len(lines) == 2, "one for reading, and one for writing"
     async with serving() as (worker, _):
         assert (await fetched(worker)).source == "disk"
@@ -218,7 +212,7 @@ async def test_a_read_that_hangs_costs_its_patience(
         return preadv(*how)
 
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         await fetched(worker)
         await until(worker, writes=1)
         monkeypatch.setattr(os, "preadv", hang)
@@ -250,7 +244,7 @@ async def test_a_slot_is_not_written_after_its_job_has_ended(
             ended.set()
 
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         await fetched(worker)
         await until(worker, writes=1)
         monkeypatch.setattr(os, "preadv", slow)
@@ -281,7 +275,7 @@ async def test_objects_are_dropped_when_the_disk_is_behind(
         return pwritev(*how)
 
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         monkeypatch.setattr(os, "pwritev", slow)
         for number in (1, 2, 3):
             assert (await fetched(worker, number)).source == "bucket"
@@ -297,7 +291,7 @@ async def test_the_budget_is_kept(
     rig.hold(bucket, *range(1, 31))
     most_bytes = 10 * rig.FORMAT.object_bytes
     async with serving(disk_bytes=most_bytes) as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         for number in range(1, 31):
             await fetched(worker, number)
             sizes = [path.stat().st_size for path in file.parents[3].rglob("*.safetensors")]
@@ -311,7 +305,7 @@ async def test_the_last_objects_are_written_before_the_process_ends(
 ) -> None:
     rig.hold(bucket, 1)
     async with serving() as (worker, _):
-        await counted(worker, file)
+        await rig.counted(file.parents[3])
         await fetched(worker)
     assert file.read_bytes() == rig.sealed(1)
     assert not os.listdir(file.parents[3] / "writing")
@@ -332,4 +326,4 @@ async def test_a_directory_that_cannot_be_used_at_start(
         else:
             assert ready.serving
             assert (await fetched(worker)).source == "bucket"
-            assert "It is not used until the next start" in caplog.text
+            assert "The disk is off until the next start" in caplog.text
