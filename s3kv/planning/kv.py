@@ -368,8 +368,8 @@ class KVPlanner:
     # --- reports ---------------------------------------------------------------------------
 
     def on_report(self, report: StepReport, now_s: float) -> None:
-        """Take in a report of the ranks."""
-        for end in report.ends.values():
+        """Take in a report of the ranks, uses first: a fetch in it may have been answered later."""
+        for end in sorted(report.ends.values(), key=lambda end: end.kind is not JobKind.USE):
             job = self.ledger.on_end(end, now_s)
             if job is not None and end.kind is JobKind.FETCH:
                 self._fetch_ended(job, now_s)

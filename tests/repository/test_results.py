@@ -23,6 +23,7 @@ OLDER: dict[str, str] = {
     "peers-disk.json": NAMES,
     "peers-weed.json": NO_THREADS,
     "peers-shaped.json": "since then the tier saves the chunks behind the first probes, too",
+    "planner.json": "a report's uses come before its fetches since then, and none has both",
     "trace-disk.json": MOVED,
     "trace-session.json": MOVED,
 }

@@ -170,6 +170,25 @@ def test_an_answer_that_comes_late_does_not_overrule_what_is_known_since() -> No
     assert upload.key == slow.key
 
 
+def test_a_fetch_that_ends_in_the_same_report_as_a_use_decides() -> None:
+    """Several ranks' ends are in no order, and the use has asked before the fetch has ended."""
+    desk = resident(slots=1, world_size=2)
+    desk.now_s = FRESH_S
+    (use,) = uses_of(in_host_memory(desk, "r"))
+    desk.planner.finished("r")
+    desk.make_resident("bbbb")  # takes the only slot
+    (fetch,) = desk.fetches_for("again", "aaaa")
+    report = StepReport()
+    for rank in [(fetch, use), (use, fetch)]:
+        for job in rank:
+            outcome = Outcome.OK if job is fetch else MISSING
+            report.add(JobEnd(job.job_id, job.kind, outcome, fresh_s=FRESH_S))
+    desk.planner.on_report(report, desk.now_s)
+    check(desk.planner)
+    assert desk.planner.ledger.index.verdict(use.key, desk.now_s) is True
+    assert desk.uploads() == (), "the bucket has it"
+
+
 def test_a_reset_asks_for_nothing_of_before() -> None:
     desk = resident()
     desk.now_s = FRESH_S
