@@ -1,8 +1,10 @@
 """Housekeeping: an I/O process's work for the bucket beside its jobs, each a task of its own.
 
 Objects in use are refreshed and looked at. With a budget the bucket is kept to it; without one its
-growth is watched. One rank introduces the namespace. No job waits for any of it, and a defect in
-it is counted and costs only the task that has it.
+growth is watched. One rank introduces the namespace. No job waits for any of it.
+
+    running ──defect: counted, logged──▶ paused for `_DEFECT_PAUSE_S` ──▶ running
+       └───────────────┴──drained, cancelled──▶ ended
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ _INTRODUCTION_PAUSE_S = 60.0
 _INTRODUCED_AGAIN_S = 3600.0
 """Time between two looks at the manifest while the cleaner decides when objects are refreshed."""
 _GROWTH_LOOK_S = 60.0
+_DEFECT_PAUSE_S = 600.0
+"""Pause of a task after a defect. One unforeseen answer must not stop it for good: objects in use
+that are no longer refreshed are deleted. A sweep that fails each time is paid for each time."""
+
+_Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Housekeeping:
@@ -54,6 +61,7 @@ class Housekeeping:
         self._registration = registration
         self._cleaner = self._make_cleaner(rng)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_over = False
 
     def _make_cleaner(self, rng: random.Random) -> Cleaner | None:
         config = self._config
@@ -71,25 +79,29 @@ class Housekeeping:
         )
 
     def start(self) -> None:
-        """Begin, once the bucket has answered."""
-        self._run("refreshing", self.refresher.run())
-        self._run("refreshing objects in use", self.refresher.look())
+        """Begin, once the bucket has answered. Does nothing after `drain` or `cancel`."""
+        if self._is_over:
+            return
+        self._run("refreshing", self.refresher.run)
+        self._run("refreshing objects in use", self.refresher.look)
         if self._cleaner is not None:
-            self._run("enforcing bucket_bytes", self._cleaner.run())
+            self._run("enforcing bucket_bytes", self._cleaner.run)
         elif self._config.refresh_after_s == 0:
-            self._run("watching the bucket's growth", self._watch_growth())
+            self._run("watching the bucket's growth", self._watch_growth)
         if self._registration.manifest:
-            self._run("the manifest of the namespace", self._introduce())
+            self._run("the manifest of the namespace", self._introduce)
 
     def drain(self) -> None:
         """Send no more refreshes and deletions, and answer all uses."""
+        self._is_over = True
         self.refresher.give_up()
-        for what in ("refreshing", "enforcing bucket_bytes"):
+        for what in ("refreshing", "refreshing objects in use", "enforcing bucket_bytes"):
             if what in self._tasks:
                 self._tasks[what].cancel()
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel all work. Returns the tasks, some of which have yet to end."""
+        self._is_over = True
         for task in self._tasks.values():
             task.cancel()
         return [*self._tasks.values()]
@@ -109,15 +121,19 @@ class Housekeeping:
             **{f"io_requests|{name}": count for name, count in traffic.requests.items()},
         }
 
-    def _run(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks[what] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(partial(self._ended, what))
+    def _run(self, what: str, work: _Work, pause_s: float = 0.0) -> None:
+        task = asyncio.get_running_loop().create_task(_after(pause_s, work))
+        self._tasks[what] = task
+        task.add_done_callback(partial(self._ended, what, work))
 
-    def _ended(self, what: str, task: asyncio.Task[None]) -> None:
+    def _ended(self, what: str, work: _Work, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.defects += 1
-            _log.error("%s: %r", what, error, exc_info=error)
+        if error is None:
+            return
+        self.defects += 1
+        _log.error("%s: %r", what, error, exc_info=error)
+        if not self._is_over:
+            self._run(what, work, _DEFECT_PAUSE_S)
 
     async def _watch_growth(self) -> None:
         """Warn once if nobody seems to delete the uploads of this process."""
@@ -150,3 +166,8 @@ class Housekeeping:
             for key in self._registration.keys:
                 self.refresher.exists(key)
             await asyncio.sleep(self._config.refresh_after_s or _INTRODUCED_AGAIN_S)
+
+
+async def _after(pause_s: float, work: _Work) -> None:
+    await asyncio.sleep(pause_s)
+    await work()

@@ -146,7 +146,7 @@ class Refresher:
         """Objects to refresh, by key."""
         self._has_work = asyncio.Event()
         self._uses: deque[tuple[str, UseAnswer]] | None = deque()
-        """Reported uses without an answer; None once `give_up` has been called."""
+        """Reported uses without an answer; None from `give_up` until the next `look`."""
         self._has_uses = asyncio.Event()
         self._was_refused = False
 
@@ -185,13 +185,16 @@ class Refresher:
             self._has_uses.set()
 
     def give_up(self) -> None:
-        """Answer all uses now and from now on with CANCELLED. Idempotent."""
+        """Answer all uses with CANCELLED, now and until the next `look`. Idempotent."""
         given_up, self._uses = self._uses or (), None
         for _, answer in given_up:
             answer(Outcome.CANCELLED, 0.0)
 
     async def look(self) -> None:
-        """Answer reported uses until cancelled; then give up. Raises no `StoreError`."""
+        """Answer reported uses until cancelled; then give up. Raises no `StoreError`, and may be
+        called again after any other error."""
+        if self._uses is None:
+            self._uses = deque()
         try:
             while self._uses is not None:
                 if not self._uses:

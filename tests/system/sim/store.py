@@ -35,7 +35,8 @@ STALE_S = LEASE_S + 2 * HANG_S
 
 
 class PlannedDefect(Exception):
-    """Stands for a defect of a library: nobody expects it, and it must hurt one job only."""
+    """Stands for a defect of a library: nobody expects it. It must hurt one job only, and pause one
+    part of the housekeeping."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -295,11 +296,7 @@ class Connection:
 
     async def head(self, key: str) -> ObjectInfo | None:
         """It need not belong to a job that moves the object, and so is none of its answers."""
-        try:
-            await self._begin("get", key, notes=False)
-        except PlannedDefect as error:
-            # A defect would end all looks at objects in use, and not one alone.
-            raise StoreUnavailable("the bucket is away") from error
+        await self._begin("get", key, notes=False)
         info = await self._bucket.objects.head(key)
         self.looks[key] = "missing" if info is None else "exists"
         return info
@@ -326,8 +323,7 @@ class Connection:
         # Once sent, a request is carried out though its process is stopped.
         await asyncio.sleep(HANG_S if fate == "hang" else weather.latency(rng))
         if fate in _ERRORS:
-            error = StoreUnavailable if fate == "defect" else _ERRORS[fate]
-            raise error(f"the bucket is {fate}")
+            raise _ERRORS[fate](f"the bucket is {fate}")
         stayed = await self._bucket.delete_listed(objects, self._listed_s)
         await self._sleep(0.0)
         if fate == "lost":
@@ -368,7 +364,7 @@ class Connection:
         weather, rng = self._bucket.weather, self._bucket.rng
         fate = weather.fate(direction, rng)
         if fate == "defect" and key == LEASE:
-            fate = "unavailable"  # a defect would end the cleaner, and not one job alone
+            fate = "unavailable"  # a defect would end the fetch that lists, and is no answer to it
         await self._sleep(HANG_S if fate == "hang" else weather.latency(rng))
         error = _ERRORS.get(fate)
         if error is not None and notes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from typing import Any
 
 import msgspec
@@ -13,10 +14,13 @@ from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.io import wire
+from s3kv.messages import BucketJob, JobKind
 from s3kv.objects import keys
 from s3kv.types import Outcome
 from s3kv.upkeep import cleaner as cleaning
 from s3kv.upkeep import costs, housekeeping, refreshing
+from s3kv.upkeep.housekeeping import Housekeeping
+from s3kv.upkeep.registration import Registration
 from tests.unit.io import rig
 
 EPOCH_S = 1e9
@@ -144,6 +148,66 @@ async def test_a_process_warns_of_a_bucket_without_a_bound(
         for _ in range(50):
             await asyncio.sleep(0.001)
     assert caplog.text.count("no bound") == warns
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
+    monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
+    monkeypatch.setattr(housekeeping, "_DEFECT_PAUSE_S", 0.001)
+
+
+def with_a_defect(verb: str) -> MemoryStore:
+    """A bucket with an old chunk, whose first answer to `verb` is one that nobody expects."""
+    bucket = MemoryStore(lambda: EPOCH_S, {verb: [ZeroDivisionError("oops")]})
+    rig.hold(bucket, 1)
+    bucket._objects[rig.object_key(1)] = (rig.sealed(1), 0.0)
+    return bucket
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_after_a_defect_objects_are_refreshed_again() -> None:
+    async with rig.serving(with_a_defect("refresh"), refresh_after_s=60.0) as (worker, _):
+        for counter in ("io_defects", "io_refresh_done"):
+            worker.say(rig.fetch(1))
+            assert (await worker.done(1))[1].outcome is Outcome.OK
+            await counted(worker, counter)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_after_a_defect_uses_are_answered_again() -> None:
+    use, outcomes = BucketJob(1, JobKind.USE, rig.chunk(1)), []
+    async with rig.serving(with_a_defect("head"), refresh_after_s=60.0) as (worker, _):
+        while Outcome.EXISTS not in outcomes:
+            worker.say(use)
+            outcomes.append((await worker.done(1))[1].outcome)
+        assert (await worker.settled()).counters["io_defects"] == 1
+    assert {*outcomes[:-1]} == {Outcome.CANCELLED}, "meanwhile nobody waits for an answer"
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_after_a_defect_the_bucket_is_kept_again() -> None:
+    async with rig.serving(with_a_defect("list"), bucket_bytes=10**9) as (worker, _):
+        await counted(worker, "io_cleaner_sweeps")
+        assert (await worker.settled()).counters["io_defects"] == 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("begins_first", [True, False])
+async def test_nothing_begins_once_it_drains(begins_first: bool) -> None:
+    store = Bucket(ZeroDivisionError("oops"), ZeroDivisionError("oops"))
+    registration = Registration(rig.NAMESPACE, b"{}", ())
+    keeping = Housekeeping(
+        store, Config(bucket="bkt"), registration, lambda: True, random.Random(0)
+    )
+    steps = [keeping.start, keeping.drain]
+    for step in steps if begins_first else reversed(steps):
+        step()
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert keeping.defects == store.asked["get_into"] == begins_first
+    await asyncio.gather(*keeping.cancel(), return_exceptions=True)
 
 
 async def counted(worker: rig.Worker, counter: str) -> None:
