@@ -19,6 +19,8 @@ _SERVING = tuple(
     for folder in ("connectors", "device", "host", "io", "objects", "planning", "stores", "worker")
 )
 MEASURED: dict[str, tuple[str, ...]] = {
+    "compressed": _SERVING,
+    "compression": ("s3kv/objects/compression.py", "s3kv/objects/envelope.py"),
     "encoder": _SERVING,
     "engine": _SERVING,
     "peers": _SERVING,

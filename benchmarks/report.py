@@ -26,6 +26,8 @@ from scripts import results
 FIGURES = {"commit", "computing", "code"}
 """Parts of a result that a table leaves out."""
 RENDERED = {
+    "compressed": results.compressed,
+    "compression": results.compression,
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
@@ -61,6 +63,8 @@ class Program:
 
 PROGRAMS = (
     Program("planner", quick=()),
+    Program("compressed"),
+    Program("compression"),
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),

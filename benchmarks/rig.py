@@ -166,12 +166,13 @@ def _s3_shaped(shape: Shape, tls: bool) -> Iterator[Store]:
 def connector(
     settings: Mapping[str, Any], prefix: str, host_gib: int = SMALL.host_gib
 ) -> dict[str, Any]:
-    """s3kv's, as the engine's kv_transfer_config."""
+    """s3kv's, as the engine's kv_transfer_config. Objects are plain, unless the settings differ."""
     return {
         "kv_connector": "S3KVConnector",
         "kv_connector_module_path": "s3kv.connectors",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": dict(settings)
+        "kv_connector_extra_config": {"compress": "off"}
+        | dict(settings)
         | {"prefix": prefix, "chunk_tokens": CHUNK_TOKENS, "host_bytes": f"{host_gib}GiB"},
     }
 

@@ -15,6 +15,10 @@ What the model leaves out, and which way that errs:
   and time, but none of the prompts' time. Real engines are slower, and hits are worth more.
 - Memory for a request's answer is taken on admission: no preemption, and so no fences.
 - Copies to host memory end with their step, a real engine's a little later.
+- With `--stored-share` all objects shrink alike, whatever is in them; those on a disk stay plain.
+  An upload waits for its encoding, and a fetch for the decoding of its last segment, as the others
+  are decoded while the rest arrives. There is always a core for both, so no object is left plain
+  because the encoder is busy: too many hits. That core is not billed.
 - A disk never fails, and what is written shares its speed with what is read; its price is not
   billed.
 - The bucket never fails, throttles or slows down with load. First-byte times are independent.
@@ -42,7 +46,10 @@ from benchmarks.origin import code, commit
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
 from benchmarks.simulation.workload import command, identity, load
 
-GRID = ("host_gib", "bucket_gib", "engines_per_host", "disk_gib", "disk_admission")
+GRID = (
+    *("host_gib", "bucket_gib", "stored_share"),
+    *("engines_per_host", "disk_gib", "disk_admission"),
+)
 """Options that may have several values: every combination is a run."""
 MANY = {"host_gib": [8.0, 32.0, 128.0]}
 ROWS = (

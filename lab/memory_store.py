@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from s3kv.errors import StoreUnranged
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver, landing
 from s3kv.stores.traffic import Traffic
 
 
@@ -50,30 +50,27 @@ class MemoryStore:
         self._objects[key] = (data, self._clock())
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         await self.begin("get_into", key)
         found = self._objects.get(key)
         if found is None:
             return None
         data, info = found[0], self._told(key)
-        allowed = claim is None or claim()
-        if allowed and len(data) <= place.nbytes:
-            place.write(data)
+        _deliver(data, info, place, receiver)
         return info
 
     async def get_range(
-        self, key: str, first: int, place: Place, claim: Claim | None = None
+        self, key: str, first: int, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         await self.begin("get_range", key)
         found = self._objects.get(key)
         if found is None:
             return None
         data, info = found[0][first : first + place.nbytes], self._told(key)
-        if len(data) < place.nbytes:
+        if first >= info.nbytes:
             raise StoreUnranged(f"{key} has {info.nbytes} bytes")
-        if claim is None or claim():
-            place.write(data)
+        _deliver(data, info, place, receiver)
         return info
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
@@ -137,6 +134,18 @@ class MemoryStore:
     def _info(self, key: str) -> ObjectInfo:
         data, modified_s = self._objects[key]
         return ObjectInfo(key, len(data), modified_s, f'"{hashlib.sha256(data).hexdigest()}"')
+
+
+def _deliver(data: bytes, info: ObjectInfo, place: Place, receiver: Receiver | None) -> None:
+    """Write the requested bytes of an object in two parts."""
+    memory = landing(place, receiver, len(data), info.nbytes)
+    if memory is None:
+        return
+    half = len(data) // 2
+    for part in (range(half), range(half, len(data))):
+        memory.write(data[part.start : part.stop], part.start)
+        if receiver is not None and part:
+            receiver.arrived(part.stop)
 
 
 class Refusing(MemoryStore):

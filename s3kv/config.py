@@ -214,6 +214,11 @@ class Config:
     """Objects that are written to the disk. fetched: those that come from the bucket, because they
     are in use again. all: uploads, too, which wears the disk six times as fast."""
 
+    compress: Literal["auto", "on", "off"] = "auto"
+    """Compress chunks for the bucket, without loss; needs the extra compression (blosc2). auto:
+    where it is installed, and the bucket is not nearly as fast as this host decodes. Where it is
+    installed, chunks of either form are read with every setting. See docs/objects.md."""
+
     max_wait_ms: NotNegative = 10_000
     """Longest wait of a request for the bucket. It ends earlier if computing the rest is expected
     to be faster."""
@@ -243,6 +248,11 @@ class Config:
         if (self.disk_path is None) != (self.disk_bytes == 0):
             given = f"disk_path is {self.disk_path!r}, and disk_bytes is {self.disk_bytes}"
             raise ConfigError(f"{given}: give both, such as '/mnt/nvme/s3kv' and '500GB', or none")
+        if self.compress == "on" and self.integrity == "none":
+            raise ConfigError(
+                "compress is 'on', and integrity is 'none': allowed then is 'auto' or 'off', "
+                "because only verified bytes are decoded"
+            )
         if self.disk_path is not None and self.integrity == "none":
             raise ConfigError(
                 "disk_path needs objects that can be verified: a file may be damaged when the "

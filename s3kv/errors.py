@@ -59,8 +59,8 @@ class StoreRefused(StoreError):
 
 
 class StoreUnranged(StoreError):
-    """The answer to a ranged read is not that range: the object is shorter, or the store serves no
-    ranges."""
+    """The answer to a ranged read is not that range: the object ends before it, or the store serves
+    no ranges."""
 
 
 class StoreUnavailable(StoreError):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, get_args
 
+from s3kv.objects.compression import PLAIN_REASONS
 from s3kv.objects.headers import Mismatch
 from s3kv.planning.breaker import BreakerState
 from s3kv.stores.traffic import ANSWERS, VERBS
@@ -69,10 +70,11 @@ _REFUSED: Mapping[str, str] = {
     "tensors": "Objects with other tensors",
     "algorithm": "Objects sealed in another integrity mode",
     "digest": "Objects whose digest does not fit: damaged, or forged",
+    "codec": "Compressed objects that this installation cannot decode: it has no blosc2",
     "quarantined": "Objects not requested because they are known to be bad",
 }
-"""The parts of `fetch_corrupt` (`headers.Mismatch`); and, not part of it, the requests that the
-quarantine spared."""
+"""The parts of `fetch_corrupt` (`headers.Mismatch`); and, not part of it, the objects without a
+codec, and the requests that the quarantine spared."""
 
 MISSES: Mapping[str, str] = {
     "fetch_missing": "absent",
@@ -118,6 +120,17 @@ _ENGINE: Mapping[str, Metric] = {
     "io_window_cuts": Metric("Times the limit on requests at once was lowered."),
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
     "io_hedges_won": Metric("Fetches sent a second time whose second request was the faster."),
+    "io_encoded": Metric("Objects compressed for their upload (compress)."),
+    "io_encoded_bytes": Metric("Bytes of such objects before."),
+    "io_encoded_stored_bytes": Metric("Bytes of such objects after."),
+    "io_left_plain": Metric(
+        "Objects uploaded plain although compress allows it: the bucket is nearly as fast as this "
+        "host decodes; no thread or memory was free; they would not have been shorter.",
+        labels={"reason": PLAIN_REASONS},
+    ),
+    "io_decoded": Metric("Compressed objects fetched and decoded."),
+    "io_decoded_bytes": Metric("Bytes of such objects, decoded."),
+    "io_decoded_stored_bytes": Metric("Bytes of such objects as they are in the bucket."),
     "io_disk_reads": Metric("Objects read from the disk (disk_path)."),
     "io_disk_read_bytes": Metric("Bytes of such objects."),
     "io_disk_writes": Metric("Objects written to the disk."),

@@ -66,10 +66,16 @@ class Place:
         part.header[:], part.payload[:] = source[:seam], source[seam:]
 
 
-def copy_bytes(views: Iterable[memoryview], target: bytearray | memoryview) -> None:
-    """Copy `views`, one behind the other, to the front of `target`, without the GIL. A copy that
-    holds it would stop the threads that receive: at 5 GB/s for half of the time."""
+def copy_bytes(parts: Iterable[bytes | memoryview], target: bytearray | memoryview) -> int:
+    """Copy `parts`, one behind the other, to the front of `target`, without the GIL, and return
+    their length. A copy that holds it would stop the threads that receive: at 5 GB/s for half of
+    the time. Views are of writable memory. Raises `ValueError` if they do not fit."""
     at = ctypes.addressof((ctypes.c_char * len(target)).from_buffer(target))
-    for view in views:
-        ctypes.memmove(at, (ctypes.c_char * len(view)).from_buffer(view), len(view))
-        at += len(view)
+    nbytes = 0
+    for part in parts:
+        if nbytes + len(part) > len(target):
+            raise ValueError(f"{nbytes + len(part)} bytes for {len(target)}")
+        source = part if isinstance(part, bytes) else (ctypes.c_char * len(part)).from_buffer(part)
+        ctypes.memmove(at + nbytes, source, len(part))
+        nbytes += len(part)
+    return nbytes

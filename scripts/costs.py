@@ -70,7 +70,12 @@ def page() -> str:
     """docs/cost.md."""
     return filled(
         ROOT / "docs" / "cost.md",
-        {"prices": price_list(), "bill": bill(recorded("trace-session.json")), "chunk": table()},
+        {
+            "prices": price_list(),
+            "bill": bill(recorded("trace-session.json")),
+            "compressed": compressed(recorded("trace-compression.json")),
+            "chunk": table(),
+        },
     )
 
 
@@ -104,6 +109,31 @@ def bill(result: dict[str, Any]) -> str:
             f"| {run['host_gib']:g} GiB | {budget} | {run['percent']['bucket']:.1f} % "
             f"| {' | '.join(f'{amount:,.0f}' for amount in dollars)} | **{month['net']:+,.0f}** |"
         )
+    return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
+
+
+def compressed(result: dict[str, Any]) -> str:
+    """Hits, and dollars a month, of plain and of compressed objects by the budget of the bucket."""
+    lines = [
+        "| `bucket_bytes` | an object | prompt tokens found in the bucket | median TTFT | received "
+        "| storage | computing spared | net |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        if not run["host_gib"]:
+            continue
+        share, month = run["stored_share"], run["usd_per_month"]
+        cells = [
+            f"{run['bucket_gib']:,.0f} GiB",
+            "plain" if share == 1.0 else f"{100 * share:.0f} % of that",
+            f"{run['percent']['bucket']:.1f} %",
+            f"{run['ttft_ms']['p50'] / 1e3:.2f} s",
+            f"{run['gib_down']:,.0f} GiB",
+            f"{month['storage']:,.0f}",
+            f"{month['spared']:,.0f}",
+            f"**{month['net']:+,.0f}**",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
 
 

@@ -276,6 +276,12 @@ STORE = (
         "currencyUSD",
         (Query(f"{rate('cost_usd')} / {_HIT} * 1e6", "KV"),),
     ),
+    Panel(
+        "Stored share of compressed chunks",
+        "Bytes on the wire per byte decoded, of the chunks that are fetched (compress).",
+        "percentunit",
+        (Query(f"{rate('io_decoded_stored_bytes')} / {rate('io_decoded_bytes')}", "fetched"),),
+    ),
 )
 
 DISK = _disk()

@@ -29,6 +29,8 @@ def page() -> str:
             "engine-shaped": engine(recorded("engine-shaped.json")),
             "gpu": gpu(recorded("gpu-h200.json")),
             "planner": planner(recorded("planner.json")),
+            "compressed": compressed(recorded("compressed.json")),
+            "compression": compression(recorded("compression.json")),
             "trace": trace(recorded("trace-session.json")),
             "disk": disk(recorded("trace-disk.json")),
             "disk-files": disk_files(recorded("peers-disk.json")),
@@ -232,6 +234,57 @@ def _cold_waits(measured: dict[str, float]) -> list[str]:
         f"{measured['cold_wait_first_ms']:.1f} ms (first bytes of 30 ms, with a tail; nothing else "
         "to compute).",
     ]
+
+
+def compressed(result: dict[str, Any]) -> str:
+    """Hits and cold prompts of an engine with compressed objects, by the rate of the link."""
+    lines = [
+        f"{result['machine']}; {result['prompts']}. Medians; cold prompts relative to `off`.",
+        "",
+        "| link | hit, `off` | hit, `on` | hit, `auto` | `on` to `off` | `auto` to the better "
+        "| cold, `on` | cold, `auto` |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for link, told in result["links_mb_s"].items():
+        ms = told["median_ms"]
+        rates = f"{link} MB/s" if link != "0" else "no limit"
+        hits = (f"{ms[f'warm-{mode}']:.0f} ms" for mode in ("off", "on", "auto"))
+        names = ("warm_on_over_off", "warm_auto_over_best", "cold_on_over_off")
+        ratios = (f"{told[name]:.2f}" for name in (*names, "cold_auto_over_off"))
+        lines.append(f"| {' | '.join((rates, *hits, *ratios))} |")
+    return "\n".join(lines)
+
+
+def compression(result: dict[str, Any]) -> str:
+    """Compressed objects by kind of content, and other codecs."""
+    lines = [
+        f"{result['machine']}; Blosc2 {result['blosc2']}; chunks: {result['chunks']}. GB/s of "
+        f"plain bytes on one core; a copy of a chunk runs at {result['memcpy_gb_per_s']:.0f} GB/s "
+        "there, in the processor's cache.",
+        "",
+        "| | compressed, of plain | entropy | encoded, GB/s | decoded, GB/s |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {name} | {_coded(row)} |" for name, row in result["kinds"].items()]
+    others = result["alternatives"]
+    lines += [
+        "",
+        f"Segments of {others['of']} by other codecs, without headers and digests:",
+        "",
+        "| | compressed, of plain | encoded, GB/s | decoded, GB/s |",
+        "|---|---|---|---|",
+        *(f"| {name} | {_coded(row)} |" for name, row in others["rows"].items()),
+    ]
+    missing = ", ".join(result["left_out"])
+    return "\n".join([*lines, *(["", f"Not measured: {missing}."] if missing else [])])
+
+
+def _coded(row: dict[str, float | None]) -> str:
+    """The cells of a codec: shares, and speeds."""
+    return " | ".join(
+        "–" if value is None else f"{value:.2f}" if "gb_per_s" in name else f"{value:.3f}"
+        for name, value in row.items()
+    )
 
 
 def trace(result: dict[str, Any]) -> str:

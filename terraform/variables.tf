@@ -320,7 +320,7 @@ locals {
   # Those of s3kv/config.py, less those of the bucket.
   setting_names = [
     "addressing_style", "bucket_bytes", "bucket_idle_s", "ca_bundle", "chunk_tokens", "client",
-    "disk_bytes", "disk_path", "disk_writes", "drain_timeout_s", "endpoint_url", "host_bytes", "integrity", "integrity_secret_file",
+    "compress", "disk_bytes", "disk_path", "disk_writes", "drain_timeout_s", "endpoint_url", "host_bytes", "integrity", "integrity_secret_file",
     "max_inflight_requests", "max_wait_ms", "model_id", "on_unavailable",
     "put_headers", "refresh_after_s", "request_timeout_ms", "share_ranks", "trust_media_names",
     "verify_tls", "weights_digest",

@@ -14,6 +14,7 @@ and for each connector, in another order every round,
     warm     once more a new engine: sixteen users at once
 
     s3kv             this project
+    s3kv-compressed  this project, with compressed objects
     s3kv-disk        this project, with files in a temporary folder before the bucket
     offloading-s3kv  vLLM's OffloadingConnector, tier `s3kv`: this project's
     offloading-obj   vLLM's OffloadingConnector, tier `obj`: NIXL's S3 plugin   --nixl-python
@@ -61,7 +62,10 @@ for module in sys.argv[1:]:
 """
 HOST_GIB = 2
 """Host memory of each connector: room for the KV of all prompts."""
-NAMES = ("s3kv", "s3kv-disk", "offloading-s3kv", "offloading-obj", "offloading-fs", "lmcache")
+NAMES = (
+    *("s3kv", "s3kv-compressed", "s3kv-disk", "offloading-s3kv"),
+    *("offloading-obj", "offloading-fs", "lmcache"),
+)
 
 
 def _versions(python: str, *modules: str) -> dict[str, str]:
@@ -77,6 +81,7 @@ def _entered(
     nixl, lmcache = options.nixl_python, options.lmcache_python
     makes: dict[str, Make] = {
         "s3kv": lambda run, _: contenders.s3kv(bucket, run, host_gib),
+        "s3kv-compressed": lambda run, _: contenders.s3kv(bucket, run, host_gib, "on"),
         "s3kv-disk": lambda run, _: contenders.s3kv_disk(bucket, folder, run, host_gib),
         "offloading-s3kv": lambda run, _: contenders.offloading_s3kv(bucket, run, host_gib),
         "offloading-obj": lambda run, _: contenders.offloading_obj(bucket, run, host_gib, nixl),

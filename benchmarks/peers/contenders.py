@@ -79,11 +79,12 @@ class Contender:
     )
 
 
-def s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
-    prefix = f"{run}/s3kv"
+def s3kv(bucket: Bucket, run: str, host_gib: int, compress: str = "off") -> Contender:
+    name = "s3kv" if compress == "off" else "s3kv-compressed"
+    prefix = f"{run}/{name}"
     return Contender(
-        "s3kv",
-        connector(_settings(bucket), prefix, host_gib),
+        name,
+        connector(_settings(bucket) | {"compress": compress}, prefix, host_gib),
         saved=lambda: bucket.server.objects(bucket.name, prefix),
         forget=lambda: bucket.empty(prefix),
     )
@@ -239,7 +240,11 @@ _PLAIN_S3 = {
 
 
 def _settings(bucket: Bucket) -> dict[str, Any]:
-    settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url}
+    settings = {
+        "bucket": bucket.name,
+        "endpoint_url": bucket.server.url,
+        "compress": "off",
+    }
     return settings | ({"ca_bundle": bucket.ca_bundle} if bucket.ca_bundle else {})
 
 

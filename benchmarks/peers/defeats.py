@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-OURS = ("s3kv", "s3kv-disk", "offloading-s3kv")
+OURS = ("s3kv", "s3kv-compressed", "s3kv-disk", "offloading-s3kv")
 FIGURES = {"median_ms": "time", "cpu_ms_per_prompt": "CPU time"}
 SAVED = "until all is saved"
 NOT_EXPLAINED = "not explained"

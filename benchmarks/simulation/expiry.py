@@ -18,7 +18,7 @@ from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.types import ChunkKey
 from s3kv.upkeep.cleaner import MIN_AGE_S, Cleaner
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
@@ -69,10 +69,10 @@ class CountedStore(MemoryStore):
         await asyncio.sleep(_REQUEST_S)
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         await self._take("gets")
-        return await super().get_into(key, place, claim)
+        return await super().get_into(key, place, receiver)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         await self._take("lease_puts")

@@ -15,7 +15,7 @@ from benchmarks.simulation.disk import ADMISSIONS, Disk
 from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
 from benchmarks.simulation.expiry import KeptBucket
 from benchmarks.simulation.gpu import PagePool
-from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
+from benchmarks.simulation.wire import Bucket, Form, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
 from lab.books import check
 from s3kv import prices
@@ -63,6 +63,9 @@ class Setup:
     recompute_gate: str = option("on", "whether computing ends a wait", choices=("on", "off"))
     engine_dollars_per_hour: float = option(3.0, "price of an engine, for what hits spare")
     bucket_gib: float = option(4096.0, "budget of the bucket (bucket_bytes); 0: none")
+    stored_share: float = option(
+        1.0, "share of its plain bytes that an object has in the bucket and on the wire"
+    )
     engines_per_host: int = option(1, "engines that share a disk")
     disk_gib: float = option(0.0, "local disk of a host, before the bucket; 0: none")
     disk_admission: str = option("all", "what is written to it", choices=ADMISSIONS)
@@ -75,6 +78,10 @@ class Setup:
         return ChunkFormat(
             "0" * 32, (TensorSpec("kv", "U8", (payload_bytes,)),), 0, "h0-7of8-l0-31of32"
         )
+
+    @property
+    def form(self) -> Form:
+        return Form.of(self.layout, self.stored_share)
 
     @property
     def pages(self) -> int:
@@ -123,7 +130,7 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
         raise ValueError(f"gpu_gib is {setup.gpu_gib}: a request of {longest} tokens does not fit")
     kept = None
     if setup.bucket_gib and policy not in BASELINES:
-        max_bytes, size = int(setup.bucket_gib * 2**30), setup.layout.object_bytes
+        max_bytes, size = int(setup.bucket_gib * 2**30), setup.form.nbytes
         kept = KeptBucket(size, max_bytes, replicas=setup.engines, seed=setup.seed)
     timeline, bucket = Timeline(), Bucket(kept)
     engines = [
@@ -174,6 +181,7 @@ def make_engine(
         setup.network,
         JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES),
         setup.layout,
+        setup.form,
         random.Random(f"{setup.seed}/{place}"),
         place,
         engine.job_ended,
@@ -228,6 +236,7 @@ def _figures(
         "policy": policy,
         "host_gib": setup.host_gib if is_on else 0,
         "bucket_gib": setup.bucket_gib if is_on else 0,
+        "stored_share": setup.stored_share if is_on else 1.0,
         "tokens": tokens,
         "percent": {tier: round(100 * n / prompt_tokens, 2) for tier, n in tokens.items()},
         **_bill(setup, bucket, counters["hit_tokens_bucket"], arrivals[-1].time_s),
@@ -260,7 +269,7 @@ def _bill(setup: Setup, bucket: Bucket, bucket_tokens: int, seconds: float) -> d
     """The bill of the run, and of a month that is like it: what the bucket costs, at its largest,
     and the computing that hits in it and on a disk spare. Without a budget a day's objects are
     stored."""
-    requests, object_bytes = bucket.requests, setup.layout.object_bytes
+    requests, object_bytes = bucket.requests, setup.form.nbytes
     kept = Counter[str]() if bucket.kept is None else bucket.kept.counts
     puts = requests["put_new"] + requests["put_exists"]
     gets = requests["get_hit"] + requests["get_404"] + requests["get_cancelled"]

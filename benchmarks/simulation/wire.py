@@ -22,6 +22,7 @@ from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.compression import SEGMENT_BYTES
 from s3kv.place import Place
 from s3kv.types import Outcome
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from benchmarks.simulation.disk import Disk
 
 _NOWHERE = Place.of(b"")
+ENCODED_BYTES_PER_S, DECODED_BYTES_PER_S = 0.6e9, 2.5e9
+"""Plain bytes that a core compresses, and those that it gets back; as `benchmarks.compression`
+measures them."""
 
 
 class Timeline:
@@ -141,6 +145,25 @@ class Network:
         return self.first_byte_s * math.exp(rng.gauss(0.0, self.first_byte_sigma))
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """An object in the bucket and on the wire. nbytes: its length. encode_s: from the payload to
+    the first byte that can be sent. decode_s: from the last byte to the payload."""
+
+    nbytes: int
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    @classmethod
+    def of(cls, layout: ChunkFormat, share: float) -> Form:
+        """Compressed to this share of the plain object; 1.0: the plain object itself."""
+        if share == 1.0:
+            return cls(layout.object_bytes)
+        encode_s = layout.payload_bytes / ENCODED_BYTES_PER_S
+        decode_s = SEGMENT_BYTES / DECODED_BYTES_PER_S
+        return cls(int(layout.object_bytes * share), encode_s, decode_s)
+
+
 class IoProcess:
     """Moves one engine's objects; says what ended through `on_end`."""
 
@@ -151,6 +174,7 @@ class IoProcess:
         network: Network,
         queue: JobQueue,
         layout: ChunkFormat,
+        form: Form,
         rng: random.Random,
         place: int,
         on_end: Callable[[JobEnd], None],
@@ -163,6 +187,7 @@ class IoProcess:
         self._network = network
         self._queue = queue
         self._layout = layout
+        self._form = form
         self._rng = rng
         self._place = place
         self._on_end = on_end
@@ -205,6 +230,7 @@ class IoProcess:
             if disk and disk.read(job.block_hash, partial(self._was_read, job, now_s)):
                 continue
             answer_s = now_s + self._network.latency_s(self._rng)
+            answer_s += self._form.encode_s if job.kind is JobKind.UPLOAD else 0.0
             self._timeline.at(answer_s, partial(self._answered, job, now_s))
 
     def _was_read(self, job: TransferJob, started_s: float) -> None:
@@ -224,7 +250,14 @@ class IoProcess:
             self._bucket.requests["get_404"] += 1
             self._ended(job, started_s, Outcome.MISSING)
             return
-        self._links[job.kind].carry(job.nbytes, partial(self._carried, job, started_s))
+        self._links[job.kind].carry(self._form.nbytes, partial(self._sent, job, started_s))
+
+    def _sent(self, job: TransferJob, started_s: float) -> None:
+        if job.kind is JobKind.FETCH and self._form.decode_s:
+            end_s = self._timeline.now_s + self._form.decode_s
+            self._timeline.at(end_s, partial(self._carried, job, started_s))
+        else:
+            self._carried(job, started_s)
 
     def _carried(self, job: TransferJob, started_s: float) -> None:
         outcome = Outcome.OK

@@ -26,8 +26,10 @@ _PATH = (str(_HERE / "path"), str(_HERE.parent.parent))
 PLACES: dict[str, tuple[str, ...]] = {
     "aws_hosts": ("s3kv.upkeep.costs:AWS_HOSTS",),
     "barred_s": ("s3kv.io.sources.quarantine:BARRED_S",),
+    "compressed_segment_bytes": ("s3kv.objects.envelope:SEGMENT_BYTES",),
     "bucket_min_age_s": ("s3kv.upkeep.housekeeping:MIN_AGE_S",),
     "hedge_percent": ("s3kv.io.sources.bucket:HEDGE_PERCENT",),
+    "least_compressed_bytes": ("s3kv.objects.envelope:LEAST_PAYLOAD_BYTES",),
     "max_attempts": ("s3kv.io.sources.bucket:MAX_ATTEMPTS",),
     "max_inflight_bytes": (
         "s3kv.config:MAX_INFLIGHT_BYTES",

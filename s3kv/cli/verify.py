@@ -1,8 +1,9 @@
 """`s3kv verify`: reads objects back, and verifies them against their keys.
 
 An object that does not verify is read a second time, because the damage may be in the reading. An
-object that cannot be judged with the settings at hand (another integrity mode, another secret) does
-not count as damaged, because it is sound to the engines it belongs to.
+object that cannot be judged with the settings at hand (another integrity mode, another secret), or
+without the package that decodes it, does not count as damaged, because it is sound to the engines
+it belongs to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from rich.text import Text
 from s3kv.cli import show, walk
 from s3kv.cli.invocation import EPILOG, FOUND, on_bucket, print_json, with_settings
 from s3kv.config import Config, count
+from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.envelope import Decoding, Envelope
 from s3kv.objects.headers import CodecError, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
@@ -32,7 +35,8 @@ from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
 
 MAX_OBJECT_BYTES = 2**30
-"""Larger than any chunk; the most that somebody's object makes this process allocate."""
+"""Larger than any chunk; the most that somebody's object makes this process allocate, and as much
+again for what a compressed one decodes to."""
 READERS = 8
 """Objects read at once; each holds its whole object in memory."""
 
@@ -52,7 +56,7 @@ class Damage:
 class Verification:
     """The result of a run. gone: objects deleted or replaced since they were listed. misread: those
     right only when read a second time. unjudged: by namespace, those with another integrity
-    than that of the settings."""
+    than that of the settings. undecoded: compressed objects, where nothing decodes them."""
 
     checked: int = 0
     nbytes: int = 0
@@ -60,10 +64,11 @@ class Verification:
     misread: int = 0
     damaged: list[Damage] = field(default_factory=list)
     unjudged: dict[str, int] = field(default_factory=dict)
+    undecoded: int = 0
 
     @property
     def is_clean(self) -> bool:
-        return not self.damaged and not self.unjudged
+        return not (self.damaged or self.unjudged or self.undecoded)
 
 
 @click.command(epilog=EPILOG)
@@ -87,9 +92,9 @@ def verify(
     Reads all objects, those whose keys begin with KEY, or a --sample of them, and verifies each
     against its key as an engine with these settings would; an object that does not verify is read
     twice. Namespaces with another integrity than the settings (--set integrity=…, and the secret)
-    are named and left alone. To an engine a damaged object is a miss; after --delete it is saved
-    again the next time it is computed. Reading costs money per request, and per byte if the bucket
-    is in another region.
+    are named and left alone; compressed objects are counted and left alone if blosc2 is missing. To
+    an engine a damaged object is a miss; after --delete it is saved again the next time it is
+    computed. Reading costs money per request, and per byte if the bucket is in another region.
     """
 
     async def run(store: ObjectStore) -> Verification:
@@ -164,12 +169,15 @@ class Verifier:
         refusal: Mismatch | Literal["gone"] | None = "algorithm"
         if await self._can_judge(address.namespace):
             refusal = await self._refusal(address, info)
-            if refusal not in (None, "gone", "algorithm"):
+            if refusal not in (None, "gone", "algorithm", "codec"):
                 refusal = await self._refusal(address, info)
                 self.found.misread += refusal is None
         if refusal == "algorithm":
             digest = address.namespace.digest
             self.found.unjudged[digest] = self.found.unjudged.get(digest, 0) + 1
+            return
+        if refusal == "codec":
+            self.found.undecoded += 1
             return
         if refusal == "gone":
             self.found.gone += 1
@@ -220,6 +228,8 @@ def refusal_of(config: Config, address: ChunkAddress, buffer: memoryview) -> Mis
     integrity = Integrity.of(config)
     try:
         header = read_header(buffer)
+        if sum(tensor.nbytes for tensor in header.tensors) > MAX_OBJECT_BYTES:
+            return "length"
         expected = ChunkFormat(
             address.namespace.digest,
             header.tensors,
@@ -232,8 +242,23 @@ def refusal_of(config: Config, address: ChunkAddress, buffer: memoryview) -> Mis
         return error.refusal
     except ValueError:
         return "header"
+    if header.codec:
+        return _compressed_refusal(expected, buffer, address.key.block_hash)
     place = Place.of(buffer, expected.header_bytes)
     return expected.check(place, len(buffer), address.key.block_hash)
+
+
+def _compressed_refusal(
+    expected: ChunkFormat, buffer: memoryview, block_hash: bytes
+) -> Mismatch | None:
+    envelope = Envelope.of(expected)
+    if envelope is None or len(buffer) >= expected.object_bytes:
+        return "length"
+    place = Place.of(bytearray(expected.object_bytes), expected.header_bytes)
+    decoding = Decoding(envelope, place, len(buffer), block_hash, compression.codec())
+    decoding.place_of(range(len(buffer))).write(buffer)
+    decoding.advance(len(buffer))
+    return decoding.reason
 
 
 def _print(found: Verification) -> None:
@@ -247,6 +272,10 @@ def _print(found: Verification) -> None:
         )
         console.print(Text(told, "yellow"))
         console.print("→ give --set integrity=… as set in its engines, and their secret")
+    if found.undecoded:
+        told = f"{count(found.undecoded, 'compressed object')} cannot be judged without blosc2"
+        console.print(Text(told, "yellow"))
+        console.print("→ pip install 'vllm-s3kv[compression]'", markup=False)
     told = f"{count(found.checked, 'object')} ({show.size(found.nbytes)}) read, "
     told += f"{len(found.damaged):,} damaged"
     if found.misread:

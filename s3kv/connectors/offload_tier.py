@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,7 +46,12 @@ from s3kv.connectors.log import TierTraffic, join_vllm_log, start_line, warn_of_
 from s3kv.connectors.metrics import Values
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
-from s3kv.connectors.tier_setup import check_requests_are_known, engine_config, parse_settings
+from s3kv.connectors.tier_setup import (
+    check_requests_are_known,
+    engine_config,
+    parse_settings,
+    row_tensor,
+)
 from s3kv.host.slab import Slab
 from s3kv.io.tier import introduce, open_tier
 from s3kv.messages import BucketJob, JobKind
@@ -125,15 +130,22 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._salt = b""
         """Of the hashes since the last reset."""
         fingerprint = offload_fingerprint(config, vllm_config, offloading, row_bytes)
-        self._open_tier(fingerprint, len(offloading.groups), primary_kv_view)
+        row = row_tensor(vllm_config, row_bytes)
+        groups = dict.fromkeys(range(len(offloading.groups)), (row,))
+        self._open_tier(fingerprint, groups, primary_kv_view)
 
-    def _open_tier(self, fingerprint: dict[str, Any], groups: int, view: memoryview) -> None:
+    def _open_tier(
+        self,
+        fingerprint: dict[str, Any],
+        groups: Mapping[int, tuple[TensorSpec, ...]],
+        view: memoryview,
+    ) -> None:
         _, row_bytes = view.shape or (0, 0)
         handshake = introduce(
             self._config,
             fingerprint,
             WHOLE,
-            dict.fromkeys(range(groups), (TensorSpec("kv", "U8", (row_bytes,)),)),
+            groups,
             shapes=(WHOLE,),
             row_bytes=row_bytes,
         )

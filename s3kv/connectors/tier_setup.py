@@ -16,6 +16,7 @@ from s3kv.connectors.kv_translate import check_hashes_are_stable, check_steps_en
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.request_hashes import cover_inputs
 from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.types import TensorSpec, item_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +27,8 @@ REPLACED = {
     "share_ranks": "set vLLM's canonical_layout",
 }
 """Settings of the connector that are vLLM's here."""
+_NUMBERS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
+"""Number formats of KV caches with more than one byte, by vLLM's names."""
 
 
 def parse_settings(settings: dict[str, Any]) -> Config:
@@ -58,6 +61,17 @@ def check_requests_are_known(config: Config, vllm_config: VllmConfig) -> None:
     check_media_names(vllm_config, trusted=sees and config.trust_media_names)
     if getattr(model, "enable_prompt_embeds", False) or not cover_inputs():
         raise UnsupportedError(f"vLLM's keys may leave out parts of prompt embeddings: {other}")
+
+
+def row_tensor(vllm_config: VllmConfig, row_bytes: int) -> TensorSpec:
+    """A row of vLLM's memory as a tensor of the KV cache's numbers, or of bytes where the row is no
+    whole number of those. Compression wants to know their size."""
+    cached = vllm_config.cache_config.cache_dtype
+    plain = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    dtype = _NUMBERS.get(plain if cached == "auto" else cached, "U8")
+    if row_bytes % item_bytes(dtype):
+        dtype = "U8"
+    return TensorSpec("kv", dtype, (row_bytes // item_bytes(dtype),))
 
 
 def engine_config() -> VllmConfig:

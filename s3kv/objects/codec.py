@@ -1,7 +1,8 @@
-"""The object format, version 2; docs/object-format.md specifies it.
+"""The object format, version 3; docs/object-format.md specifies it.
 
 An object is one chunk of one coverage on one rank, or one item, and one valid safetensors file: a
-header of JSON, padded to a multiple of 4096 bytes, and the payload. The payload is part after part;
+header of JSON, padded to a multiple of 4096 bytes, and the payload. This is its plain form;
+`envelope` has the compressed one. The payload is part after part;
 a part is a tensor, and what one shard holds of one KV-cache group. A part is cut into segments of
 at most 8 MiB, and the header lists one digest for each.
 
@@ -23,7 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3kv.objects.headers import FORMAT_VERSION, MAX_HEADER_BYTES, CodecError, Mismatch, read_header
+from s3kv.objects.headers import (
+    FORMAT_VERSION,
+    MAX_HEADER_BYTES,
+    CodecError,
+    Header,
+    Mismatch,
+    read_header,
+)
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import MAX_HASH_BYTES
 from s3kv.place import Place
@@ -66,8 +74,8 @@ class ChunkFormat:
         payload_bytes = sum(tensor.nbytes for tensor in self.tensors)
         if payload_bytes > MAX_HEADER_BYTES * SEGMENT_BYTES:  # not even one byte for each digest
             raise ValueError(f"tensors of {payload_bytes} bytes do not fit into one object")
-        segments = _segments(self.tensors)
-        before, between, after = _header_text(self).encode("ascii").split(_HOLE)
+        segments = segments_of(self.tensors, SEGMENT_BYTES)
+        before, between, after = _header_text(self).encode("ascii").split(HOLE)
         digests = len(b",".join([b"0" * self.integrity.digest_chars] * len(segments)))
         longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + digests + len(after)
         header_bytes = -(-longest // ALIGN_BYTES) * ALIGN_BYTES
@@ -137,17 +145,8 @@ class ChunkFormat:
             said = read_header(memoryview(header), object_bytes=self.object_bytes)
         except CodecError as error:
             return error.refusal
-        differences: tuple[tuple[Mismatch, bool], ...] = (
-            ("namespace", said.namespace_digest != self.namespace_digest),
-            ("coverage", said.coverage != self.coverage),
-            ("shard", said.shard != self.shard),
-            ("block_hash", said.block_hash != block_hash),
-            ("blocks", (said.first_block, said.blocks) != (self.first_block, self.blocks)),
-            ("tensors", said.tensors != self.tensors),
-            ("algorithm", said.algorithm != self.integrity.algorithm),
-            ("digest", [d.encode() for d in said.digests] != digests),
-        )
-        return next((reason for reason, differs in differences if differs), "header")
+        is_forged = [d.encode() for d in said.digests] != digests
+        return difference(self, said, block_hash) or ("digest" if is_forged else "header")
 
 
 class Gathering:
@@ -188,58 +187,86 @@ class Gathering:
         return self._chunk._reason(header, self._block_hash, digests)
 
 
-_HOLE = b"?"
-"""Mark for the two places of the template that differ between chunks. It occurs nowhere else in the
-JSON, because `_header_text` refuses names that contain it."""
+def difference(chunk: ChunkFormat, said: Header, block_hash: bytes) -> Mismatch | None:
+    """The first field in which a header names another object than that of `block_hash`."""
+    differences: tuple[tuple[Mismatch, bool], ...] = (
+        ("namespace", said.namespace_digest != chunk.namespace_digest),
+        ("coverage", said.coverage != chunk.coverage),
+        ("shard", said.shard != chunk.shard),
+        ("block_hash", said.block_hash != block_hash),
+        ("blocks", (said.first_block, said.blocks) != (chunk.first_block, chunk.blocks)),
+        ("tensors", said.tensors != chunk.tensors),
+        ("algorithm", said.algorithm != chunk.integrity.algorithm),
+    )
+    return next((reason for reason, differs in differences if differs), None)
 
 
-def _segments(tensors: Sequence[TensorSpec]) -> tuple[range, ...]:
-    """By segment, its bytes in the payload."""
+HOLE = b"?"
+"""Mark for the places of a template that differ between chunks. It occurs nowhere else in the JSON,
+because `template` refuses names that contain it."""
+
+
+def segments_of(tensors: Sequence[TensorSpec], segment_bytes: int) -> tuple[range, ...]:
+    """The segments of at most so many bytes: of each, its bytes in the payload."""
     segments: list[range] = []
     begin = 0
     for tensor in tensors:
         end = begin + tensor.nbytes
         segments += [
-            range(at, min(at + SEGMENT_BYTES, end)) for at in range(begin, end, SEGMENT_BYTES)
+            range(at, min(at + segment_bytes, end)) for at in range(begin, end, segment_bytes)
         ]
         begin = end
     return tuple(segments)
 
 
 def _header_text(chunk: ChunkFormat) -> str:
-    hole = _HOLE.decode()
+    metadata = metadata_of(chunk) | {"s3kv.digests": HOLE.decode()}
+    return template({"__metadata__": metadata} | entries_of(chunk.tensors), holes=2)
+
+
+def metadata_of(chunk: ChunkFormat) -> dict[str, str]:
+    """The metadata that the headers of both forms begin with, with a hole for the block hash."""
     layers = {
         tensor.name: [[it.name, it.dtype, list(it.shape), it.order] for it in tensor.layers]
         for tensor in chunk.tensors
         if tensor.layers
     }
-    metadata = {
+    return {
         "s3kv.format": FORMAT_VERSION,
         "s3kv.namespace": chunk.namespace_digest,
         "s3kv.coverage": str(chunk.coverage),
         "s3kv.shard": chunk.shard,
-        "s3kv.block_hash": hole,
+        "s3kv.block_hash": HOLE.decode(),
         "s3kv.first_block": str(chunk.first_block),
         "s3kv.blocks": str(chunk.blocks),
-        "s3kv.layers": _json(layers),
+        "s3kv.layers": to_json(layers),
         "s3kv.algorithm": chunk.integrity.algorithm,
-        "s3kv.digests": hole,
     }
-    members: dict[str, Any] = {"__metadata__": metadata}
+
+
+def entries_of(tensors: Sequence[TensorSpec]) -> dict[str, Any]:
+    """The entries of tensors in a header of safetensors, by name."""
+    entries: dict[str, Any] = {}
     begin = 0
-    for tensor in chunk.tensors:
+    for tensor in tensors:
         end = begin + tensor.nbytes
-        members[tensor.name] = {
+        entries[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
         begin = end
-    text = _json(members)
-    if text.count(hole) != 2:
+    return entries
+
+
+def template(members: dict[str, Any], holes: int) -> str:
+    """The JSON of a header with so many holes. Raises `ValueError` if a name holds one."""
+    text = to_json(members)
+    if text.count(HOLE.decode()) != holes:
         raise ValueError("a name in this format holds a question mark")
     return text
 
 
-def _json(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """JSON without white space, in ASCII."""
     return json.dumps(value, separators=(",", ":"))

@@ -15,7 +15,9 @@ import msgspec
 from s3kv.errors import S3KVError
 from s3kv.types import TensorSpec
 
-FORMAT_VERSION = "2"
+FORMAT_VERSION = "3"
+COMPRESSED_TENSOR = "segments"
+"""The one tensor of a compressed object: its stored segments."""
 MAX_HEADER_BYTES = 2**20
 """Longest header written or read, because a reader of an untrusted object needs a bound. A real
 model's is far shorter (about 100 bytes per layer)."""
@@ -33,12 +35,14 @@ Mismatch = Literal[
     "tensors",
     "algorithm",
     "digest",
+    "codec",
 ]
 """Reasons why an object is not the requested one; the first that applies in this order is given.
-length: shorter or longer than the format's objects. header: no header of s3kv, or one that says the
-right things in other bytes. version: another version of this format. namespace, coverage, shard,
-block_hash, blocks, tensors, algorithm: the object's header names another object. digest: the header
-names the right object, but the object is damaged or forged."""
+length: shorter or longer than the format's objects, or than its header says. header: no header of
+s3kv, or one that says the right things in other bytes. version: another version of this format.
+namespace, coverage, shard, block_hash, blocks, tensors, algorithm: the object's header names
+another object. digest: the header names the right object, but the object is damaged or forged.
+codec: the object is compressed, and this process has nothing to decode it with; it may be right."""
 
 
 class CodecError(S3KVError, ValueError):
@@ -51,7 +55,11 @@ class CodecError(S3KVError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """An object's header as read, unverified."""
+    """An object's header as read, unverified.
+
+    tensors: those that the segments of a compressed object decode to. payload_bytes: of the object
+    as it is stored. codec: empty for a plain object.
+    """
 
     namespace_digest: str
     coverage: int
@@ -64,6 +72,7 @@ class Header:
     tensors: tuple[TensorSpec, ...]
     header_bytes: int
     payload_bytes: int
+    codec: str = ""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -82,6 +91,8 @@ class _Metadata(msgspec.Struct, rename="s3kv.{}".format):
     layers: str
     algorithm: str
     digests: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]+(?:,[0-9a-f]+)*)?\Z")]
+    codec: str = ""
+    tensors: str = ""
 
 
 class _TensorEntry(msgspec.Struct):
@@ -116,7 +127,10 @@ def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Heade
             told = f"an object of format {version!r}, where {FORMAT_VERSION!r} is read"
             raise CodecError(told, "version" if version else "header")
         metadata = msgspec.json.decode(said, type=_Metadata)
-        tensors = _read_tensors(members, metadata.layers, payload_bytes)
+        tensors = _read_tensors(members, "{}" if metadata.codec else metadata.layers, payload_bytes)
+        if metadata.codec:
+            members = msgspec.json.decode(metadata.tensors, type=dict[str, msgspec.Raw])
+            tensors = _read_tensors(members, metadata.layers, None)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         if isinstance(error, CodecError):
             raise
@@ -133,14 +147,15 @@ def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Heade
         tensors=tensors,
         header_bytes=header_bytes,
         payload_bytes=payload_bytes,
+        codec=metadata.codec,
     )
 
 
 def _read_tensors(
-    members: dict[str, msgspec.Raw], layers: str, payload_bytes: int
+    members: dict[str, msgspec.Raw], layers: str, payload_bytes: int | None
 ) -> tuple[TensorSpec, ...]:
-    """The tensors in payload order; they must tile the payload. Raises `ValueError` or
-    `msgspec.MsgspecError`."""
+    """The tensors in payload order; they must tile the payload, if its length is known. Raises
+    `ValueError` or `msgspec.MsgspecError`."""
     parts = msgspec.json.decode(layers, type=dict[str, list[tuple[str, str, _Sizes, str]]])
     if not parts.keys() <= members.keys():
         raise CodecError("s3kv.layers names a tensor that is not there")
@@ -158,6 +173,6 @@ def _read_tensors(
         if begin != at or end - begin != tensor.nbytes:
             raise CodecError(f"tensor {tensor.name!r} is not where its neighbours end")
         at = end
-    if at != payload_bytes:
-        raise CodecError(f"tensors of {at} bytes in a payload of {payload_bytes}")
+    if payload_bytes is not None and at != payload_bytes:
+        raise CodecError(f"tensors of {at} bytes in a payload of {payload_bytes}", "length")
     return tuple(tensor for _, _, tensor in spans)

@@ -1,11 +1,11 @@
 """Object keys. Only this module builds and parses them.
 
-    {prefix}/v2/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
-    {prefix}/v2/{namespace digest}/shapes/{shard}
-    {prefix}/v2/{namespace digest}/manifest.json
-    {prefix}/v2/cleaner.json
+    {prefix}/v3/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
+    {prefix}/v3/{namespace digest}/shapes/{shard}
+    {prefix}/v3/{namespace digest}/manifest.json
+    {prefix}/v3/cleaner.json
 
-`v2` is the version of this layout and of the object format. `hh` is the first byte of the block
+`v3` is the version of this layout and of the object format. `hh` is the first byte of the block
 hash: hashes are uniform, so the store can split the namespace into partitions right after the
 digest, and a tool can walk it in 256 parallel listings. All shards and coverages of one block hash
 are neighbours. A shard says which KV heads and layers an object holds; the empty objects under
@@ -25,7 +25,7 @@ from typing import Any
 from s3kv.objects.shards import Shard
 from s3kv.types import ChunkKey
 
-LAYOUT = "v2"
+LAYOUT = "v3"
 WHOLE = "whole"
 """The shard of an object that is not divided among ranks: an item, or a block of the library."""
 DIGEST_CHARS = 32

@@ -1,6 +1,6 @@
 """`Directory`: objects in files on a local disk, shared by all processes of one user on a host.
 
-    {disk_path}/v2/{namespace digest}/{hh}/{block hash}.g{coverage}-{shard}.safetensors
+    {disk_path}/v3/{namespace digest}/{hh}/{block hash}.g{coverage}-{shard}.safetensors
     {disk_path}/writing/     files that are not whole yet, each locked by its writer
     {disk_path}/used         the bytes of all files; its lock guards it
     {disk_path}/cleaning     the lock of the process that deletes files
@@ -40,7 +40,9 @@ _MOST_FREE_BYTES = 10 * 2**30
 _LOCK_TRIES = 400
 _LOCK_PAUSE_S = 0.005
 """A file system that writes back much may take a second for one call under the lock."""
-_FOLDERS = "v2", "writing"
+_OBJECTS = "v3"
+"""The folder of all objects: `objects.keys.LAYOUT`, which no store imports."""
+_FOLDERS = _OBJECTS, "writing"
 _WRONG_SETTING = FileExistsError, NotADirectoryError, PermissionError
 _NEW = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -223,7 +225,7 @@ class Directory:
 
     def files(self) -> Iterator[File]:
         """All objects, in any order. Files that are deleted meanwhile are left out."""
-        for folder, _, names in os.walk(self.path / "v2", onerror=_unless_gone):
+        for folder, _, names in os.walk(self.path / _OBJECTS, onerror=_unless_gone):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(path := os.path.join(folder, name))

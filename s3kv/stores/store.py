@@ -13,17 +13,42 @@ bounds them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from s3kv.place import Place
 from s3kv.stores.traffic import Traffic
 
-Claim = Callable[[], bool]
-"""Claim of a read to its place, called once when the object is about to arrive, before the first
-byte is written, in the thread that receives it; does not wait. False: another read has the place,
-so this one must not write, and its result or error is meaningless."""
+
+class Receiver(Protocol):
+    """Recipient of the bytes of one read. Its methods are called in the thread that receives, and
+    not after the read has ended. They neither wait nor raise."""
+
+    def begin(self, nbytes: int) -> Place | None:
+        """Called once, when the object is about to arrive, before its first byte is written.
+
+        nbytes: length of the whole object, which may be more than the caller accepts. Returns the
+        memory for the requested bytes, in order. They fill it from its front, if it is longer.
+        None: another read has the place, so this one must not write, and its result or error is
+        meaningless.
+        """
+        ...
+
+    def arrived(self, nbytes: int) -> None:
+        """Note that the first `nbytes` of the requested bytes have been written. Called any number
+        of times while they arrive; not necessarily for the last ones."""
+        ...
+
+
+def landing(place: Place, receiver: Receiver | None, nbytes: int, whole_bytes: int) -> Place | None:
+    """The memory for a read of `nbytes` of an object that has `whole_bytes`, from its receiver if
+    it has one. None: they are left unread, because another read has the place, or because there are
+    more of them than `place` or that memory takes."""
+    memory = place if receiver is None else receiver.begin(whole_bytes)
+    if memory is None or nbytes > min(place.nbytes, memory.nbytes):
+        return None
+    return memory.cut(0, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +82,17 @@ class Inventory(Protocol):
     """The part of a store that counting and deleting its objects need."""
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
-        """Read the whole object into the front of `place`, if `claim` allows it.
+        """Read the whole object into the front of `place`; with a receiver into the memory that
+        `receiver.begin` returns.
 
         Returns the object's metadata, or None if there is no such object. If the object is longer
-        than `place`, the metadata has its true length, and the content of `place` is undefined.
-        Raises `StoreUnavailable` if the body ends before its announced length.
+        than `place` or that memory, it is left unread: the metadata has its true length, and the
+        content of the memory is undefined. Raises `StoreUnavailable` if the body ends before its
+        announced length.
 
-        Nothing writes to `place` after the coroutine has ended (returned, raised or been
+        Nothing writes to the memory after the coroutine has ended (returned, raised or been
         cancelled), so that the caller can reuse it.
         """
         ...
@@ -106,14 +133,14 @@ class ObjectStore(Inventory, Protocol):
         ...
 
     async def get_range(
-        self, key: str, first: int, place: Place, claim: Claim | None = None
+        self, key: str, first: int, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         """Read the bytes of the object from number `first` on that fill `place`, as `get_into`
-        does.
+        does. If the object ends within that range, only the bytes up to its end are written.
 
-        Returns the metadata of the whole object. Ranges belong together if their ETags are equal.
-        Raises `StoreUnranged`, with the content of `place` undefined, if the object ends before
-        the range does, or the store serves no ranges.
+        Returns the metadata of the whole object: the caller compares its length. Ranges belong
+        together if their ETags are equal. Raises `StoreUnranged`, with the content of the memory
+        undefined, if the object ends at or before `first`, or the store serves no ranges.
         """
         ...
 

@@ -16,7 +16,7 @@ from benchmarks import trace
 from benchmarks.simulation.disk import BUFFER_BYTES, Disk
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, percentiles_ms, run
 from benchmarks.simulation.gpu import PagePool
-from benchmarks.simulation.wire import Link, Timeline
+from benchmarks.simulation.wire import Form, Link, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, block_hash, load
 from s3kv.messages import JobKind
 
@@ -104,6 +104,35 @@ def test_engines_find_in_the_bucket_what_others_have_saved(tmp_path: Path) -> No
     assert figures["requests"]["get_404"] > 0
     assert figures["wait_ms"]["p50"] > 0
     assert run(arrivals, setup, "device only")["requests"]["get_hit"] == 0
+
+
+def test_compressed_objects_take_less_of_the_budget_and_of_the_wire(tmp_path: Path) -> None:
+    arrivals = load(write_trace(tmp_path / "slow.jsonl", gap_ms=60_000))
+    setup = Setup(engines=5, routing="round-robin", host_gib=64.0, gpu_gib=4.0)
+    setup = replace(setup, recompute_gate="off", first_byte_sigma=0.0)
+    plain = run(arrivals, setup, "lru")
+    small = run(arrivals, replace(setup, stored_share=0.5), "lru")
+    assert small["stored_share"] == 0.5
+    assert small["tokens"] == plain["tokens"], "there is room for all of them"
+    assert small["requests"]["put_new"] == plain["requests"]["put_new"]
+    for figure in ("gib_down", "gib_up", "gib_stored"):
+        assert small[figure] == pytest.approx(plain[figure] / 2, abs=0.1)
+    storage = small["usd_per_month"]["storage"] / plain["usd_per_month"]["storage"]
+    assert storage == pytest.approx(0.5, abs=0.01)
+    # 64 MiB at 90 MB/s a connection: the other half arrives before the last segment is decoded.
+    assert small["wait_ms"]["p50"] < plain["wait_ms"]["p50"]
+    tight = replace(setup, bucket_gib=8.0)
+    evicting, roomier = (run(arrivals, replace(tight, stored_share=s), "lru") for s in (1.0, 0.5))
+    assert 0 < roomier["kept"]["deleted"] < evicting["kept"]["deleted"]
+    assert roomier["tokens"]["bucket"] > evicting["tokens"]["bucket"]
+
+
+def test_a_form_waits_for_its_codec_if_it_has_one() -> None:
+    layout = Setup().layout
+    assert Form.of(layout, 1.0) == Form(layout.object_bytes)
+    form = Form.of(layout, 0.7)
+    assert form.nbytes == pytest.approx(0.7 * layout.object_bytes, rel=1e-6)
+    assert 0 < form.decode_s < 0.001 < form.encode_s < 1.0
 
 
 def test_a_disk_spares_gets_and_second_writes_only_what_was_fetched(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def dummy(e: Engine) -> None:
 
 
 CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
-    ("format", "format version", lambda e: e.patch.setattr(identity, "FORMAT_VERSION", "3")),
+    ("format", "format version", lambda e: e.patch.setattr(identity, "FORMAT_VERSION", "other")),
     ("vllm", "engine", lambda e: e.patch.setattr("vllm.__version__", "0.40.0")),
     ("model.name", "name by setting", lambda e: e.settings(model_id="other")),
     ("model.name", "path", lambda e: e.settings(model_id=None)),

@@ -40,7 +40,14 @@ COMPOSED = {
 """Names of counters that the sources compose: the expression, and its values."""
 PASSED_ON = {"name", "counter", "ends.counters", "io - self._io_reported", "report.counters"}
 """Counters that a module passes on under the names that another one has given them."""
-IO = ("io/client.py", "io/server/service.py", "io/sources/disk.py", "upkeep/housekeeping.py")
+IO = (
+    "io/client.py",
+    "io/server/service.py",
+    "io/sources/compressing.py",
+    "io/sources/disk.py",
+    "io/sources/reception.py",
+    "upkeep/housekeeping.py",
+)
 COUNTING = {
     "KV planner": (
         "planning/ledger.py",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import set_current_vllm_config
 
 from s3kv.config import Config
@@ -14,8 +15,10 @@ from s3kv.connectors.tier_setup import (
     check_requests_are_known,
     engine_config,
     parse_settings,
+    row_tensor,
 )
 from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.types import TensorSpec
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -69,3 +72,23 @@ def test_the_configuration_is_that_of_the_constructor_that_calls(tiny_config: An
     assert scheduler(tiny_config) is tiny_config
     with set_current_vllm_config(tiny_config):
         assert engine_config() is tiny_config
+
+
+@pytest.mark.parametrize(
+    ("cached", "computed", "row_bytes", "tensor"),
+    [
+        ("auto", torch.bfloat16, 6, TensorSpec("kv", "BF16", (3,))),
+        ("auto", torch.float32, 8, TensorSpec("kv", "F32", (2,))),
+        ("float16", torch.bfloat16, 6, TensorSpec("kv", "F16", (3,))),
+        ("fp8", torch.bfloat16, 6, TensorSpec("kv", "U8", (6,))),
+        ("auto", torch.bfloat16, 7, TensorSpec("kv", "U8", (7,))),
+    ],
+)
+def test_a_row_has_the_numbers_of_the_cache(
+    cached: str, computed: torch.dtype, row_bytes: int, tensor: TensorSpec
+) -> None:
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=cached),
+        model_config=SimpleNamespace(dtype=computed),
+    )
+    assert row_tensor(config, row_bytes) == tensor

@@ -80,6 +80,8 @@ def parse(**settings: Any) -> Config:
         ("refresh_after_s", float("nan")),
         ("refresh_after_s", "20"),
         ("on_unavailable", "retry"),
+        ("compress", "yes"),
+        ("compress", True),
         ("addressing_style", "subdomain"),
         ("region", 1),
         ("bucket", 1),
@@ -214,6 +216,13 @@ def test_the_constructor_checks_as_parse_does() -> None:
         Config(bucket="kv-cache", request_timeout_ms=0)
     with pytest.raises(ConfigError, match="client is 'never': allowed is 'auto' or"):
         dataclasses.replace(parse(), client="never")  # type: ignore[arg-type]
+
+
+def test_only_objects_that_are_verified_are_compressed() -> None:
+    with pytest.raises(ConfigError, match="compress is 'on', and integrity is 'none'"):
+        parse(compress="on", integrity="none")
+    for compress in ("auto", "off"):
+        assert parse(compress=compress, integrity="none").compress == compress
 
 
 def test_every_default_is_allowed() -> None:

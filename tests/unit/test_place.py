@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s3kv.place import Place
+from s3kv.place import Place, copy_bytes
 
 CONTENT = bytes(range(32))
 
@@ -50,3 +50,24 @@ def test_parts_are_the_bytes_of_their_numbers(
 def test_bytes_that_do_not_fit_are_refused(make: Callable[[int], Place], begin: int) -> None:
     with pytest.raises(ValueError, match="different structures"):
         make(8).write(bytes(33 - min(begin, 32)), begin)
+
+
+@given(lengths=st.lists(st.integers(0, 9), max_size=4), more=st.integers(0, 3))
+def test_parts_are_copied_one_behind_the_other(lengths: list[int], more: int) -> None:
+    """Bytes, and views of memory that may be written."""
+    data = [bytes(range(number, number + length)) for number, length in enumerate(lengths)]
+    parts = [
+        memoryview(bytearray(part)) if number % 2 else part for number, part in enumerate(data)
+    ]
+    nbytes = sum(lengths)
+    target = bytearray(b"\xee" * (nbytes + more + 1))
+    assert copy_bytes(parts, target) == nbytes
+    assert target == b"".join(data) + b"\xee" * (more + 1)
+    assert copy_bytes(parts, memoryview(target)[: nbytes + more]) == nbytes
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    target = bytearray(9)
+    with pytest.raises(ValueError, match="10 bytes for 8"):
+        copy_bytes([b"12345", b"67890"], memoryview(target)[:8])
+    assert target == b"12345" + bytes(4)

@@ -69,8 +69,8 @@ def doctor(
     connection and of as many as a worker has at once; these read --bandwidth each.
     With disk_path it makes that directory, and measures the disk with files of its own.
     Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with the
-    requirements of an engine. It imports neither torch nor vLLM; if torch is installed, a separate
-    process queries it about the GPU.
+    requirements of an engine, and measures how fast it decodes compressed chunks. It imports
+    neither torch nor vLLM; if torch is installed, a separate process queries it about the GPU.
     """
     if bandwidth > MAX_PUT_BYTES:
         told = f"--bandwidth is {show.size(bandwidth)}: allowed is at most "

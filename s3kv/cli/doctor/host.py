@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
+from s3kv.objects import compression
 
 SUPPORTED = (vllm_s3kv.FIRST_VLLM, (0, 34))
 """Supported vLLM versions: from the first to below the second, as in pyproject.toml."""
@@ -36,8 +38,9 @@ class Host:
     """Facts about a host. available_bytes: memory that a process could still get. slab_error: why
     no memory file can be made; empty if one can. shm_bytes: size of /dev/shm; None if there is
     none. memlock_bytes: bytes that a process may lock; None: no limit. hash_seed: PYTHONHASHSEED.
-    vllm: version of the installed vLLM; None without one. gpu: the findings of
-    `s3kv.device.probe`, or the reason for having none."""
+    vllm: version of the installed vLLM; None without one. decoded_bytes_per_s: of compressed chunks
+    by one thread; None without blosc2. gpu: the findings of `s3kv.device.probe`, or the reason for
+    having none."""
 
     available_bytes: int
     slab_error: str
@@ -45,12 +48,14 @@ class Host:
     memlock_bytes: int | None
     hash_seed: str | None
     vllm: str | None
+    decoded_bytes_per_s: float | None
     gpu: Mapping[str, Any] | str
 
 
 def look(environment: Mapping[str, str]) -> Host:
     """Collect the facts about this host. Makes a memory file of one page, and closes it."""
     limits = memory_limits()
+    codec = compression.codec()
     return Host(
         available_bytes=limits.available_bytes,
         slab_error=_slab_error(),
@@ -58,6 +63,7 @@ def look(environment: Mapping[str, str]) -> Host:
         memlock_bytes=limits.locked_bytes,
         hash_seed=environment.get("PYTHONHASHSEED"),
         vllm=vllm_s3kv.vllm_version(),
+        decoded_bytes_per_s=compression.decoding_speed(codec, time.perf_counter) if codec else None,
         gpu=_look_for_gpu(),
     )
 
@@ -71,6 +77,7 @@ def examine(config: Config, host: Host, *, workers: int, algorithm: str) -> list
         _memlock(config, host),
         _hash_seed(host.hash_seed, algorithm),
         _vllm(host.vllm),
+        _compression(config, host.decoded_bytes_per_s),
         _gpu(host.gpu),
     ]
 
@@ -154,6 +161,17 @@ def _vllm(version: str | None) -> Finding:
         return Finding("vllm", "ok", f"vLLM {version}")
     told = vllm_s3kv.refusal(version) or f"vLLM {version} is not supported"
     return Finding("vllm", "fault", told, remedy)
+
+
+def _compression(config: Config, decoded_bytes_per_s: float | None) -> Finding:
+    told = f"compress is {config.compress!r}"
+    if decoded_bytes_per_s is None and config.compress == "on":
+        return Finding("compression", "fault", f"{told}, without blosc2", compression.REMEDY)
+    if decoded_bytes_per_s is None:
+        told += ", without blosc2: compressed chunks of other engines are misses here "
+        return Finding("compression", "ok", f"{told}({compression.REMEDY})")
+    told += f"; one thread decodes {decoded_bytes_per_s / 1e9:.1f} GB/s of chunks like bf16"
+    return Finding("compression", "ok", told)
 
 
 def _gpu(found: Mapping[str, Any] | str) -> Finding:

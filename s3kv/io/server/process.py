@@ -15,6 +15,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from s3kv.config import Config
@@ -22,6 +23,7 @@ from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.service import Service
+from s3kv.io.sources.compressing import Compressor, open_compressor
 from s3kv.io.sources.disk import WorkerThreads
 from s3kv.stores.disk import Directory
 from s3kv.stores.store import ObjectStore
@@ -72,11 +74,12 @@ async def _converse(
         raise wire.WireError(f"the first message is {handshake!r}, not Handshake")
     try:
         disk = _disk_of(handshake.config)
+        compressor = await _compressor_of(handshake)
         store = make_store(handshake.config)
     except ConfigError as error:
         outbox.send(wire.Ready(False, "config", str(error)))
         return
-    service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng, disk)
+    service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng, disk, compressor)
     with _prefaulting(slab):
         service.start()
         try:
@@ -84,6 +87,13 @@ async def _converse(
                 service.receive(message)
         finally:
             await service.finish()
+
+
+async def _compressor_of(handshake: wire.Handshake) -> Compressor | None:
+    """The compressor of the settings; None for items. Raises `ConfigError` if it cannot be had."""
+    if handshake.item_dtype is not None:
+        return None
+    return await asyncio.to_thread(open_compressor, handshake.config, time.perf_counter)
 
 
 def _disk_of(config: Config) -> tuple[Directory, WorkerThreads] | None:

@@ -27,7 +27,9 @@ from s3kv.io.formats import Formats
 from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.chain import chain_of
+from s3kv.io.sources.compressing import Compressor
 from s3kv.io.sources.disk import DiskSource, Workers
+from s3kv.io.sources.reception import Decoder
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.keys import Namespace
@@ -49,7 +51,8 @@ class Service:
     """Runs the jobs of one worker. All methods are called on the loop.
 
     send: takes each message for the worker, in order. hang_up: ends the process. disk: the
-    directory of `disk_path`, and the threads that read and write it.
+    directory of `disk_path`, and the threads that read and write it. compressor: None: objects are
+    uploaded plain, and compressed ones are misses.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Service:
         hang_up: Callable[[], None],
         rng: random.Random,
         disk: tuple[Directory, Workers] | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         config = handshake.config
         self._config = config
@@ -79,7 +83,9 @@ class Service:
         )
         self._refresher = self._housekeeping.refresher
         borrow = partial(self._queue.borrowed, self._start_jobs)
-        self._bucket = BucketSource(store, config, self._refresher, borrow, rng)
+        loop = asyncio.get_running_loop()
+        self._compressor = compressor or Compressor("off", Decoder(loop.time))
+        self._bucket = BucketSource(store, config, self._refresher, borrow, rng, self._compressor)
         keeps_uploads = config.disk_writes == "all"
         self._disk = disk and DiskSource(*disk, self._refresher, keeps_uploads=keeps_uploads)
         self._chain = chain_of(handshake, store, self._bucket, borrow, self._disk)
@@ -238,6 +244,7 @@ class Service:
         self._drain_left = 0
         self._queue.in_hurry = True
         self._housekeeping.drain()
+        self._compressor.in_hurry = True
         for job_id in self._queue.ids(JobKind.FETCH):
             self._cancel(job_id)
         loop = asyncio.get_running_loop()
@@ -271,6 +278,8 @@ class Service:
         }
         if self._disk is not None:
             counters |= self._disk.counters
+        if self._compressor.decoder.codec is not None:
+            counters |= self._compressor.counters | self._compressor.decoder.counters
         return wire.Stats(
             queue.waiting, queue.running, queue.running_bytes, pacing.window.size, counters
         )
@@ -287,6 +296,7 @@ class Service:
         await asyncio.wait(ending, timeout=_UNWIND_TIMEOUT_S)
         if self._disk is not None:
             await self._disk.close()
+        self._compressor.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
 

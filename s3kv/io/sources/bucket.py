@@ -1,9 +1,9 @@
 """The bucket as a source: attempts, window, hedging, ranges, verification, and quarantine.
 
 A fetch receives into the slab and is verified there. An upload gets its header, with the digest,
-here and not in the worker, so that hashing takes no time from the engine. Both hash on the event
-loop: xxh3 takes 0.2 to 0.8 ms for 8 MiB, about as long as receiving 1 MiB. A thread would delay the
-release of a cancelled job's slot. BLAKE3 takes four times as long.
+here and not in the worker, so that hashing takes no time from the engine. Plain objects are hashed
+on the event loop: xxh3 takes 0.2 to 0.8 ms for 8 MiB, about as long as receiving 1 MiB. BLAKE3
+takes four times as long. Compressed objects are hashed by the threads that encode and decode.
 
 An object that does not verify is a miss, and is not read again for a while (`Quarantine`): the
 reading may have been damaged and not the object. The next upload of the chunk replaces it.
@@ -18,13 +18,18 @@ from functools import partial
 from typing import TypeVar
 
 from s3kv.config import Config
-from s3kv.io.sources.hedging import now_s
+from s3kv.io.sources.arrival import Arrival
+from s3kv.io.sources.compressing import Compressor
+from s3kv.io.sources.hedging import Claim, now_s
 from s3kv.io.sources.pacing import HEDGE_PERCENT, Pacing
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.ranges import RANGE_BYTES, RangedReads, Reading
+from s3kv.io.sources.reception import Reception
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd
-from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
+from s3kv.objects.compression import NO_CODEC
+from s3kv.objects.item_format import ItemFormat
+from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.types import Outcome
 from s3kv.upkeep.listing import tried
 from s3kv.upkeep.refreshing import Refresher
@@ -46,6 +51,7 @@ class BucketSource:
     for the one fresh connection that `ObjectStore` allows.
 
     refresher: takes note of the objects in use. borrow: for ranges. rng: for the jitter of pauses.
+    compressor: of uploads; its decoder is that of fetches.
     """
 
     name = "bucket"
@@ -58,6 +64,7 @@ class BucketSource:
         refresher: Refresher,
         borrow: Borrow,
         rng: random.Random,
+        compressor: Compressor,
     ) -> None:
         self.retries = 0
         self.drain_until_s = -math.inf
@@ -65,7 +72,9 @@ class BucketSource:
         self._store = store
         self._max_attempts = MAX_ATTEMPTS
         self._refresher = refresher
-        self._ranged = RangedReads(RANGE_BYTES, borrow, self._whole, self._part)
+        self._compressor, self._decoder = compressor, compressor.decoder
+        receive = partial(Reception, self._decoder)
+        self._ranged = RangedReads(RANGE_BYTES, borrow, receive, self._whole, self._part)
         self._rng = rng
         self._quarantine = Quarantine()
 
@@ -82,26 +91,43 @@ class BucketSource:
             return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
         if reason is None:
             self._quarantine.lift(job.key)
-            return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=self._refresher.hit(info))
+            is_item = isinstance(job.format, ItemFormat)  # it may be shorter than its place
+            nbytes = info.nbytes if is_item else job.nbytes
+            return job.end(Outcome.OK, nbytes=nbytes, fresh_s=self._refresher.hit(info))
+        if reason == "codec":
+            said = f"{job.key} is compressed: {NO_CODEC}"
+            return job.end(Outcome.MISSING, said, reason=reason)
         self._quarantine.bad(job.key, now_s())
         said = f"{job.key} ({info.nbytes} bytes) failed verification: {reason}"
         return job.end(Outcome.CORRUPT, said, reason=reason)
 
     async def _whole(self, job: TransferJob) -> Reading:
         """Read the object of a job by one GET into its place, and verify it."""
-        info = await self._get(partial(self._store.get_into, job.key, job.place), job)
-        if info is None:
-            return None, None
-        return info, job.format.check(job.place, info.nbytes, job.block_hash)
 
-    async def _part(self, job: TransferJob, bounds: range) -> ObjectInfo | None:
-        """Read a range of the object of a job, as `ObjectStore.get_range` does."""
-        place = job.place.cut(bounds.start, bounds.stop)
-        return await self._get(partial(self._store.get_range, job.key, bounds.start, place), job)
+        async def get(claim: Claim) -> Reading:
+            reception = Reception(self._decoder, job)
+            try:
+                receiver = Arrival(claim, reception.land, reception.progress)
+                info = await self._store.get_into(job.key, job.place, receiver)
+                return info, None if info is None else await reception.check(info.nbytes)
+            finally:
+                await reception.stop()
 
-    async def _get(
-        self, get: Callable[[Claim], Awaitable[ObjectInfo | None]], job: TransferJob
+        return await self._read(get, job)
+
+    async def _part(
+        self, job: TransferJob, bounds: range, reception: Reception
     ) -> ObjectInfo | None:
+        """Read a range of the object of a job, as `ObjectStore.get_range` does."""
+
+        def get(claim: Claim) -> Awaitable[ObjectInfo | None]:
+            place = job.place.cut(bounds.start, bounds.stop)
+            receiver = Arrival(claim, lambda nbytes: reception.land(nbytes, bounds))
+            return self._store.get_range(job.key, bounds.start, place, receiver)
+
+        return await self._read(get, job)
+
+    async def _read(self, get: Callable[[Claim], Awaitable[T]], job: TransferJob) -> T:
         """Send a read of a job's object, with all its attempts."""
         read = partial(self.pacing.read, get, until_s=job.due_s)
         return await self._retried(read, until_s=job.due_s)
@@ -111,8 +137,9 @@ class BucketSource:
         `StoreError`."""
         job.format.seal(job.place, job.block_hash)
         is_bad = self._quarantine.holds(job.key)
-        write = partial(self._store.put, job.key, job.place, if_absent=not is_bad)
-        created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
+        async with self._compressor.stored(job) as place:
+            write = partial(self._store.put, job.key, place, if_absent=not is_bad)
+            created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             return job.end(Outcome.EXISTS, fresh_s=self._refresher.exists(job.key))
         self._quarantine.lift(job.key)

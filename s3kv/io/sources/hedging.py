@@ -8,9 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from s3kv.stores.lanes import ended
-from s3kv.stores.store import Claim
 
 T = TypeVar("T")
+
+Claim = Callable[[], bool]
+"""Claim of a read to its place, called once when the object is about to arrive, before the first
+byte is written, in the thread that receives it; does not wait. False: another read has the place,
+so this one must not write, and its result or error is meaningless."""
 
 _SAMPLES = 256
 _FEWEST_SAMPLES = 32

@@ -12,8 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from s3kv.errors import StoreThrottled
-from s3kv.io.sources.hedging import Lateness, Unanswered, hedged, now_s
-from s3kv.stores.store import Claim
+from s3kv.io.sources.hedging import Claim, Lateness, Unanswered, hedged, now_s
 
 T = TypeVar("T")
 
@@ -87,7 +86,7 @@ class Pacing:
 
     async def read(self, get: Callable[[Claim], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Send a read, and a second one if the first is late before `until_s` on the loop's clock.
-        get: sends a read, and calls its claim before it writes, as `ObjectStore.get_into` does."""
+        get: sends a read, and calls its claim before it writes."""
         self._lateness.sent()
         late = self._unanswered.sent()
 

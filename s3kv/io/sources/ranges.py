@@ -7,6 +7,9 @@ are compared. Ranges whose ETags differ are never used together: the object is t
 a small one. The digests would find a mixture, too, but there are none in the mode "none".
 
 Each range is a request of its own to everything below: to retries, hedging and the window.
+
+A compressed object is shorter than its format says, by how much is known only from its answers. The
+ranges divide the length of the last such object, and the last range goes on to the end.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
 from s3kv.errors import StoreUnranged
+from s3kv.io.sources.reception import Reception
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
-from s3kv.objects.codec import ChunkFormat, Gathering
+from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import Mismatch
 from s3kv.stores.lanes import all_of
 from s3kv.stores.store import ObjectInfo
@@ -34,21 +38,24 @@ Reading = tuple[ObjectInfo | None, Mismatch | None]
 class RangedReads:
     """Reads objects in ranges where that pays. Belongs to one asyncio loop.
 
-    range_bytes: shortest range; 0 for none. whole: reads and verifies the object of a job by one
-    GET. part: reads a range of it into its place, as `ObjectStore.get_range` does. Both make all
-    attempts.
+    range_bytes: shortest range; 0 for none. receive: begins the reception of the object of a job.
+    whole: reads and verifies the object of a job by one GET. part: reads a range of it into the
+    memory that the reception gives, as `ObjectStore.get_range` does. Both make all attempts.
     """
 
     def __init__(
         self,
         range_bytes: int,
         borrow: Borrow,
+        receive: Callable[[TransferJob], Reception],
         whole: Callable[[TransferJob], Awaitable[Reading]],
-        part: Callable[[TransferJob, range], Awaitable[ObjectInfo | None]],
+        part: Callable[[TransferJob, range, Reception], Awaitable[ObjectInfo | None]],
     ) -> None:
         self._range_bytes = range_bytes
         self._borrow = borrow
-        self._whole, self._part = whole, part
+        self._receive, self._whole, self._part = receive, whole, part
+        self._lengths: dict[tuple[int, str], int] = {}
+        """Length of the last object of each format."""
 
     async def read(self, job: TransferJob) -> Reading:
         """Read and verify an object. It is read whole if it is small, if its length is not known,
@@ -62,32 +69,70 @@ class RangedReads:
             reading = await self._in_ranges(job, job.format)
         except StoreUnranged as error:
             reading = await self._whole(job)
-            if reading[0] is not None and reading[1] is None:  # then it is not the object's fault
+            if reading[0] is not None and reading[0].nbytes:  # it has a first range
                 self._range_bytes = 0
                 _log.warning("%s. Objects are read by one GET each now", error)
         return await self._whole(job) if reading is None else reading
 
     async def _in_ranges(self, job: TransferJob, chunk: ChunkFormat) -> Reading | None:
         """Read the object in one range more than there are borrowed places. None if there are none,
-        or the ranges are not of one object."""
-        with self._borrow(job.nbytes // self._range_bytes - 1) as (count, give_back):
+        or the ranges are not of one object. It is expected to be as long as the last one."""
+        known = chunk.coverage, chunk.shard
+        nbytes = min(job.nbytes, int(_MARGIN * self._lengths.get(known, job.nbytes)))
+        reception = self._receive(job)
+        with self._borrow(nbytes // self._range_bytes - 1) as (count, give_back):
             if not count:
                 return None
-            gathering = Gathering(chunk, job.place, job.block_hash)
 
             async def read(bounds: range) -> ObjectInfo | None:
-                info = await self._part(job, bounds)
+                info = await self._read(job, bounds, reception)
                 give_back()
-                if info is not None and info.nbytes == job.nbytes:
-                    gathering.arrived(bounds.start, bounds.stop)
                 return info
 
-            infos = await all_of(read(bounds) for bounds in cut(job.nbytes, 1 + count))
-        if infos is None:
-            return None, None
-        if len({info.etag for info in infos}) > 1 or not infos[0].etag:
-            return None
-        return infos[0], gathering.check(infos[0].nbytes)
+            try:
+                *ranges, last = cut(nbytes, 1 + count)
+                ranges.append(range(last.start, job.nbytes))
+                infos = await all_of(map(read, ranges))
+                if infos is None:
+                    return None, None
+                info = infos[0]
+                pairs = zip(ranges, infos, strict=True)
+                if not info.etag or any(not _is_part(info, *pair) for pair in pairs):
+                    return None
+                if not reception.is_of(info.nbytes):  # an attempt that failed was of another
+                    return None
+                reason = await reception.check(info.nbytes)
+                if reason is None:
+                    self._lengths[known] = info.nbytes
+                return info, reason
+            finally:
+                await reception.stop()
+
+    async def _read(
+        self, job: TransferJob, bounds: range, reception: Reception
+    ) -> ObjectInfo | None:
+        """Read a range. `_BEYOND` if the object ends before it."""
+        try:
+            info = await self._part(job, bounds, reception)
+        except StoreUnranged:
+            if bounds.start == 0:
+                raise
+            return _BEYOND
+        if info is not None:
+            reception.came(range(bounds.start, min(bounds.stop, info.nbytes)))
+        return info
+
+
+def _is_part(whole: ObjectInfo, bounds: range, part: ObjectInfo) -> bool:
+    """Whether the answer for a range is of this object."""
+    if part is _BEYOND:
+        return whole.nbytes <= bounds.start
+    return (part.etag, part.nbytes) == (whole.etag, whole.nbytes)
+
+
+_BEYOND = ObjectInfo("", 0, 0.0)
+_MARGIN = 1.02
+"""Objects of one format differ in length by a few thousandths if they are compressed."""
 
 
 def cut(nbytes: int, count: int) -> list[range]:

@@ -7,18 +7,20 @@ I/O, no asyncio, no clock.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import h11
 
 from s3kv.place import Place
-from s3kv.stores.store import Claim
+from s3kv.stores.store import Receiver, landing
 
 TEXT_LIMIT_BYTES = 8 * 2**20
 """Longest body kept without a caller's buffer, as of errors and listings. A page of 1,000 keys of
 1,024 escaped bytes has about 3.5 MB; no error comes near that."""
 EMPTY = Place.of(b"")
+_CONTENT_RANGE = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})"
 OBJECT = (200, 206)
 """Statuses of answers with an object, or with a range of one, as their body."""
 
@@ -31,9 +33,9 @@ class BadAnswer(Exception):
 class Request:
     """A request as it is sent, and the memory for its answer.
 
-    target: already escaped. headers: lack only Content-Length, which follows from `body`. into: for
-    the body of an answer with the status `wanted`. A longer body is left unread, and so is every
-    body if `claim`, called before the first byte is written, returns False.
+    target: already escaped. headers: lack only Content-Length, which follows from `body`. into,
+    receiver: `place` and `receiver` of `ObjectStore.get_into`, or with a header `Range` of
+    `get_range`, for the body of an answer with the status `wanted`.
     """
 
     method: str
@@ -41,7 +43,7 @@ class Request:
     headers: Mapping[str, str]
     body: Place = EMPTY
     into: Place | None = None
-    claim: Claim | None = None
+    receiver: Receiver | None = None
 
     @property
     def wanted(self) -> int:
@@ -71,12 +73,27 @@ class Response:
     body: bytes
 
 
+def whole_of(bounds: str, headers: Mapping[str, str], received: int) -> int | None:
+    """Length of the whole object, from the headers of an answer with a part of it. bounds: the
+    header `Range` of the request. received: length of the answer's body. None if the answer is not
+    the bytes within these bounds, up to the object's end. Pure."""
+    requested = re.fullmatch(r"bytes=(\d+)-(\d+)", bounds)
+    served = re.fullmatch(_CONTENT_RANGE, headers.get("content-range", ""))
+    if requested is None or served is None:
+        return None
+    first, last, whole = (int(number) for number in served.groups())
+    expected = range(int(requested[1]), min(int(requested[2]) + 1, whole))
+    is_expected = range(first, last + 1) == expected and received == len(expected) > 0
+    return whole if is_expected else None
+
+
 class Exchange:
     """Reader of the answer to one request.
 
     The owner asks `buffer()` where to receive. It calls `arrived(n)` or `arrived_elsewhere(data)`
     after each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`. If
-    the request is for a range, a whole object is left unread, and the other way round.
+    the request is for a range, a whole object or another range is left unread, and so is a range if
+    the request is for an object.
     """
 
     def __init__(self, request: Request) -> None:
@@ -103,7 +120,7 @@ class Exchange:
 
     def arrived(self, nbytes: int) -> None:
         """Note that `nbytes` were received into the memory of `buffer()`."""
-        self._filled += nbytes
+        self._note(nbytes)
         self._unfilled[0] = self._unfilled[0][nbytes:]
         if not self._unfilled[0]:
             del self._unfilled[0]
@@ -149,21 +166,35 @@ class Exchange:
         return None
 
     def _receive_in_place(self, into: Place, head: h11.Response) -> None:
-        headers = dict(head.headers)
-        length = headers.get(b"content-length")
-        if length is None or b"transfer-encoding" in headers:  # which would take precedence
+        headers = _readable(head)
+        length = headers.get("content-length")
+        if length is None or "transfer-encoding" in headers:  # which would take precedence
             raise BadAnswer("an object in chunks, or without Content-Length")
         self._wanted = int(length)
-        claim = self._request.claim
-        if (claim is not None and not claim()) or self._wanted > into.nbytes:
+        memory = self._landing(into, headers)
+        if memory is None:
             return self._finish(reusable=False)
         first, _ = self._parser.trailing_data
-        self._filled = taken = min(len(first), self._wanted)
-        into.write(first[:taken])
-        self._unfilled += into.cut(taken, self._wanted).views
+        taken = min(len(first), self._wanted)
+        memory.write(first[:taken])
+        self._unfilled += memory.cut(taken, self._wanted).views
+        if taken:
+            self._note(taken)
         if taken == self._wanted:
             self._finish(reusable=self._keeps_alive() and taken == len(first))
         return None
+
+    def _note(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._request.receiver is not None:
+            self._request.receiver.arrived(self._filled)
+
+    def _landing(self, into: Place, headers: Mapping[str, str]) -> Place | None:
+        bounds = self._request.headers.get("Range")
+        whole = self._wanted if bounds is None else whole_of(bounds, headers, self._wanted)
+        if whole is None:
+            return None
+        return landing(into, self._request.receiver, self._wanted, whole)
 
     def _keeps_alive(self) -> bool:
         assert self._head is not None
@@ -172,7 +203,11 @@ class Exchange:
 
     def _finish(self, reusable: bool) -> None:
         assert self._head is not None
-        headers = {k.decode("ascii"): v.decode("latin-1") for k, v in self._head.headers}
+        headers, text = _readable(self._head), bytes(self._text)
         self.reusable = reusable
-        self.response = Response(self._head.status_code, headers, self._wanted, bytes(self._text))
+        self.response = Response(self._head.status_code, headers, self._wanted, text)
         self._unfilled.clear()
+
+
+def _readable(head: h11.Response) -> dict[str, str]:
+    return {k.decode("ascii"): v.decode("latin-1") for k, v in head.headers}

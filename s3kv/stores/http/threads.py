@@ -49,8 +49,8 @@ class ThreadedPool:
         self._threads = [_Thread(pool, new_loop()) for pool in pools]
 
     async def request(self, request: Request) -> Response:
-        """Send `request` by the pool with the fewest requests, as `Pool.request` does. `claim` is
-        called in the thread of that pool."""
+        """Send `request` by the pool with the fewest requests, as `Pool.request` does. Its
+        receiver is called in the thread of that pool."""
         if not self._threads:
             raise StoreError("this store has been closed")
         thread = min(self._threads, key=lambda thread: thread.requests)

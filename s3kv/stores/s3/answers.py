@@ -7,7 +7,6 @@ The errors are one table of codes
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,6 +25,7 @@ from s3kv.errors import (
     StoreUnavailable,
     StoreUnranged,
 )
+from s3kv.stores.http.exchange import whole_of
 from s3kv.stores.store import ObjectInfo
 
 VERBS = {
@@ -119,17 +119,15 @@ def range_of(first: int, nbytes: int) -> str:
     return f"bytes={first}-{first + nbytes - 1}"
 
 
-def whole_of(call: Call, first: int, nbytes: int, received: int, headers: Mapping[str, str]) -> int:
-    """Length of the whole object of which `nbytes` from number `first` on were requested.
-    received: length of the answer's body. Raises `StoreUnranged` if it is not that range."""
-    told = headers.get("content-range", "")
-    match = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", told)
-    told_range = match and range(int(match[1]), int(match[2]) + 1)
-    if match and told_range == range(first, first + nbytes) and received == nbytes:
-        return int(match[3])
-    raise StoreUnranged(
-        f"{call}: {received} bytes with Content-Range {told!r} for {range_of(first, nbytes)}"
-    )
+def length_of(call: Call, bounds: str | None, received: int, headers: Mapping[str, str]) -> int:
+    """Length of the whole object. bounds: the header `Range` of the request, if it has one.
+    received: length of the answer's body. Raises `StoreUnranged` if the answer is not that range,
+    up to the object's end."""
+    whole = received if bounds is None else whole_of(bounds, headers, received)
+    if whole is None:
+        told = headers.get("content-range", "")
+        raise StoreUnranged(f"{call}: {received} bytes with Content-Range {told!r} for {bounds}")
+    return whole
 
 
 def _seconds(date: str | None) -> float | None:

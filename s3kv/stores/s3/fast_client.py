@@ -35,14 +35,14 @@ from s3kv.stores.s3.answers import (
     Refusal,
     deletion,
     info_of,
+    length_of,
     range_of,
     read_deletion,
     read_error,
     read_page,
-    whole_of,
 )
 from s3kv.stores.s3.credentials import Credentials, session_credentials, users_credentials
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.stores.traffic import Traffic
 
 MIN_BYTES_PER_S = 16 * 2**10
@@ -178,16 +178,15 @@ class FastClient:
         self._opened: tuple[Endpoint, Pool | ThreadedPool] | None = None
 
     async def get(
-        self, key: str, place: Place, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo:
-        wanted = {} if first is None else {"Range": range_of(first, place.nbytes)}
+        bounds = None if first is None else range_of(first, place.nbytes)
+        headers = {} if bounds is None else {"Range": bounds}
         response, call = await self._send(
-            "s3:GetObject", "GET", key, headers=wanted, into=place, claim=claim
+            "s3:GetObject", "GET", key, headers=headers, into=place, receiver=receiver
         )
-        nbytes, told = response.nbytes, response.headers
-        if first is not None:
-            nbytes = whole_of(call, first, place.nbytes, nbytes, told)
-        return info_of(key, nbytes, told)
+        told = response.headers
+        return info_of(key, length_of(call, bounds, response.nbytes, told), told)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         headers = {"Content-Type": CONTENT_TYPE}
@@ -259,7 +258,7 @@ class FastClient:
         headers: Mapping[str, str] | None = None,
         body: Place = EMPTY,
         into: Place | None = None,
-        claim: Claim | None = None,
+        receiver: Receiver | None = None,
     ) -> tuple[Response, Call]:
         endpoint, pool = self._opened or await self._open()
         call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
@@ -275,7 +274,7 @@ class FastClient:
 
         async def attempt(frozen: Any) -> Response:
             request = endpoint.sign(frozen, method, key or "", query=query, headers=headers)
-            request = replace(request, body=body, into=into, claim=claim)
+            request = replace(request, body=body, into=into, receiver=receiver)
             status: int | None = None
             received_bytes = 0
             try:

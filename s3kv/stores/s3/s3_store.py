@@ -28,7 +28,7 @@ from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import Address, find_address
 from s3kv.stores.s3.answers import ListingPage, Refusal
 from s3kv.stores.s3.fast_client import SCHEMES, FastClient
-from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
+from s3kv.stores.store import ObjectInfo, ObjectStore, Receiver
 from s3kv.stores.traffic import Traffic
 
 _log = logging.getLogger("s3kv.io")
@@ -62,7 +62,7 @@ class S3Client(Protocol):
     traffic: Traffic
 
     async def get(
-        self, key: str, place: Place, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo:
         """Read as `ObjectStore.get_into` does; with `first` as `ObjectStore.get_range`."""
         ...
@@ -124,15 +124,15 @@ class S3Store:
         return f"S3Store({self._config.bucket!r} at {self._config.endpoint_url or 'AWS'})"
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
-        return self._seen(await _answer(self.client.get(key, place, claim), _GONE))
+        return self._seen(await _answer(self.client.get(key, place, receiver), _GONE))
 
     async def get_range(
-        self, key: str, first: int, place: Place, claim: Claim | None = None
+        self, key: str, first: int, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         try:
-            return await self.client.get(key, place, claim, first)
+            return await self.client.get(key, place, receiver, first)
         except Refusal as refusal:
             if refusal.no_such_key:
                 return None

@@ -26,7 +26,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.place import Place
 from s3kv.stores.http.connection import PIECE_BYTES
-from s3kv.stores.http.exchange import BadAnswer
+from s3kv.stores.http.exchange import BadAnswer, whole_of
 from s3kv.stores.http.pool import why_unreachable
 from s3kv.stores.http.watch import Patience, Stalled, Watch, watched
 from s3kv.stores.s3.address import Address, addressing, authority_of
@@ -37,12 +37,12 @@ from s3kv.stores.s3.answers import (
     Refusal,
     info_of,
     left_by_deletion,
+    length_of,
     range_of,
-    whole_of,
 )
 from s3kv.stores.s3.credentials import Credentials, users_credentials
 from s3kv.stores.s3.fast_client import CONTENT_TYPE, patience_of
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver, landing
 from s3kv.stores.traffic import Traffic
 
 T = TypeVar("T")
@@ -92,9 +92,10 @@ class SdkClient:
         self._closed = False
 
     async def get(
-        self, key: str, place: Place, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo:
-        names = {} if first is None else {"Range": range_of(first, place.nbytes)}
+        bounds = None if first is None else range_of(first, place.nbytes)
+        names = {} if bounds is None else {"Range": bounds}
 
         async def receive(client: Any, watch: Watch) -> _Received:
             answer = await client.get_object(Bucket=self._config.bucket, Key=key, **names)
@@ -104,17 +105,17 @@ class SdkClient:
                 if "content-length" not in headers:
                     raise BadAnswer("an object without Content-Length")
                 nbytes = int(headers["content-length"])
-                allowed = claim is None or claim()
-                if allowed and nbytes <= place.nbytes:
-                    await _fill(place, nbytes, body, watch)
+                whole = nbytes if bounds is None else whole_of(bounds, headers, nbytes)
+                memory = None if whole is None else landing(place, receiver, nbytes, whole)
+                if memory is not None:
+                    await _fill(memory, body, watch, receiver)
                 return nbytes, headers
             finally:
                 body.close()  # ends the connection, unless all of the body has come
 
         nbytes, told = await self._ask("s3:GetObject", key, receive)
-        if first is not None:
-            nbytes = whole_of(self._call("s3:GetObject", key), first, place.nbytes, nbytes, told)
-        return info_of(key, nbytes, told)
+        call = self._call("s3:GetObject", key)
+        return info_of(key, length_of(call, bounds, nbytes, told), told)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         more = {"IfNoneMatch": "*"} if if_absent else {}
@@ -341,14 +342,16 @@ class _Pieces:
         self._watch.wait(wait_ms, for_answer=True)
 
 
-async def _fill(place: Place, nbytes: int, body: Any, watch: Watch) -> None:
+async def _fill(memory: Place, body: Any, watch: Watch, receiver: Receiver | None) -> None:
     filled = 0
-    while filled < nbytes:
-        piece = await body.read(min(PIECE_BYTES, nbytes - filled))
+    while filled < memory.nbytes:
+        piece = await body.read(min(PIECE_BYTES, memory.nbytes - filled))
         if not piece:
-            raise BadAnswer(f"the answer ended after {filled} of {nbytes} bytes")
-        place.write(piece, filled)
+            raise BadAnswer(f"the answer ended after {filled} of {memory.nbytes} bytes")
+        memory.write(piece, filled)
         filled += len(piece)
+        if receiver is not None:
+            receiver.arrived(filled)
         watch.moved(len(piece))
 
 

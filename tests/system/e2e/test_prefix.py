@@ -33,6 +33,7 @@ from tests.system.e2e.conftest import (
     patient_for,
     tokens,
 )
+from tests.system.forms import plain_of
 
 PROMPTS = models.prompts(4, 800)
 CHUNKS = 6
@@ -232,7 +233,8 @@ def test_own_hit_ends_within_a_chunk(rig: Rig) -> None:
 
 
 def zeroed(data: bytearray) -> bytearray:
-    """The object of one segment with a payload of zeros and the digest that goes with it."""
+    """The plain object of one segment with a payload of zeros and the digest that goes with it."""
+    data = bytearray(plain_of(data))
     header = read_header(memoryview(data))
     size, (said,) = header.header_bytes, header.digests
     data[size:] = bytes(len(data) - size)

@@ -73,7 +73,7 @@ def namespaces(s3: S3Server, bucket: str) -> set[str]:
 def test_what_one_size_has_stored_others_hit(rig: Rig, engines: tuple[dict[str, Any], ...]) -> None:
     """Each engine hits all that those before it have computed, and computes one prompt more."""
     expected = rig.truth(PROMPTS)
-    shares = changed(rig.patient, share_ranks=True)
+    shares = changed(rig.patient, share_ranks=True, compress="on")
     stored: dict[str, int] = {}
     for number, engine_args in enumerate(engines):
         names = NAMES[id(engine_args)]

@@ -109,7 +109,7 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
         host_bytes=96 * 2**20,
         request_timeout_ms=480_000,
     )
-    foreign = {"cleaner.json", "s3kv-of-others/v2/x.safetensors", "s3kv/notes.txt"}
+    foreign = {"cleaner.json", "s3kv-of-others/v3/x.safetensors", "s3kv/notes.txt"}
     for key in foreign:
         bucket.put(key)
     draw = random.Random(18)

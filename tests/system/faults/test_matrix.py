@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,11 @@ import pytest
 from lab.constants import changed
 from lab.proxy import Proxy, plain_and_tls
 from lab.s3 import S3Server, moto_process
-from s3kv.place import Place
 from tests.servers import REAL_SERVERS, set_credentials
 from tests.system.faults.cases import CASES, Case
 from tests.system.faults.life import CONSTANTS, Life
 from tests.system.faults.nameless import NAME, VARIABLE
+from tests.system.forms import compressed, opened
 from tests.unit.io import rig
 
 BUCKET = "faults"
@@ -54,10 +55,11 @@ class Scene:
     """One fault, what stands in its way, and the life it strikes."""
 
     def __init__(
-        self, case: Case, client: str, server: S3Server, proxies: dict[str, Any], names: Path
+        self, case: Case, kind: str, server: S3Server, proxies: dict[str, Any], names: Path
     ) -> None:
         self.case = case
-        self._client = client
+        self._compresses = kind == "compressed"
+        self._client = "fast" if self._compresses else kind
         self.proxy: Proxy = proxies[case.scheme]
         self._s3 = server.client()
         self._names = names
@@ -79,8 +81,9 @@ class Scene:
         url = self.proxy.url
         if self.case.nameless:
             url = url.replace("127.0.0.1", NAME)
+        compress = "on" if self._compresses else "off"
         settings = {"client": self._client, "ca_bundle": self._ca_bundle, "drain_timeout_s": 0.5}
-        self._life = Life(url, BUCKET, module, **settings)
+        self._life = Life(url, BUCKET, module, compress=compress, **settings)
         return self._life
 
     def end(self) -> None:
@@ -118,17 +121,22 @@ class Scene:
         numbers = list(itertools.islice(_numbers, count))
         for number in numbers:
             if kept or self.case.planted:
-                body = rig.sealed(number + 1 if self.case.planted else number)
-                self._s3.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=body)
+                self._store(number, number + 1 if self.case.planted else number)
         return numbers
+
+    def _store(self, number: int, content: int) -> None:
+        """Put an object into the bucket, without the proxy. content: the chunk that it is of."""
+        body = rig.sealed(content)
+        if self._compresses:
+            body = compressed(rig.FORMAT, body, rig.chunk(content).block_hash)
+        self._s3.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=body)
 
     def recovered(self) -> None:
         """The fault is over: the bucket is of use again."""
         for _ in range(RECOVERIES):
             self.life.later()
             (number,) = itertools.islice(_numbers, 1)
-            body = rig.sealed(number)
-            self._s3.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=body)
+            self._store(number, number)
             if self.life.serve(number) == 1:
                 self.life.settle()
                 return
@@ -141,21 +149,48 @@ class Scene:
             listed = self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key).get("Contents", ())
             for entry in listed:
                 body = self._s3.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
-                room = memoryview(bytearray(rig.FORMAT.object_bytes))
-                room[: len(body)] = body
-                refused = rig.FORMAT.check(
-                    Place.of(room, rig.FORMAT.header_bytes), len(body), rig.chunk(number).block_hash
-                )
-                assert (body == rig.sealed(number)) == (refused is None)
+                refused, place = opened(rig.FORMAT, body, rig.chunk(number).block_hash)
+                assert refused or place.payload == rig.payload(number)
+                assert refused is None or body != rig.sealed(number)
+
+    def are_compressed(self, numbers: list[int]) -> bool:
+        """Whether some of the chunks in the bucket are, or none has to be."""
+        lengths = [
+            entry["Size"]
+            for number in numbers
+            for entry in self._s3.list_objects_v2(Bucket=BUCKET, Prefix=rig.object_key(number)).get(
+                "Contents", ()
+            )
+        ]
+        return not self._compresses or min(lengths) < rig.FORMAT.object_bytes
 
 
 BY_SDK = ("reset-mid-body", "truncated", "flipped-payload", "slow-down", "black-hole", "trickle")
 """Cases that strike AWS's SDK, too: one of each kind."""
+IN_FLIGHT = (
+    "reset-mid-body",
+    "truncated",
+    "truncated-and-relabelled",
+    "flipped-object-header",
+    "flipped-payload",
+    "wrong-object",
+    "trickle",
+)
+"""Cases that strike compressed objects, too: those that act on a body."""
+COMPRESSED: dict[str, Any] = {"compressed_segment_bytes": 4096, "least_compressed_bytes": 1}
+
+
+def compressible(number: int) -> bytes:
+    """The payload of a chunk, of bytes of eight kinds."""
+    kinds = bytes(kind % 8 for kind in range(256))
+    return random.Random(number).randbytes(rig.FORMAT.payload_bytes).translate(kinds)
 
 
 @pytest.fixture(
     scope="module",
-    params=[(case, "fast") for case in CASES] + [(case, "aiobotocore") for case in BY_SDK],
+    params=[(case, "fast") for case in CASES]
+    + [(case, "aiobotocore") for case in BY_SDK]
+    + [(case, "compressed") for case in IN_FLIGHT],
     ids=lambda case: "-".join(case),
 )
 def scene(
@@ -165,11 +200,14 @@ def scene(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
     names = tmp_path_factory.mktemp("names") / "cannot-be-resolved"
-    with pytest.MonkeyPatch.context() as patch, changed(**CONSTANTS):
+    case, kind = request.param
+    more = COMPRESSED if kind == "compressed" else {}
+    with pytest.MonkeyPatch.context() as patch, changed(**CONSTANTS, **more):
         set_credentials(patch, {k: v for k, v in server.env.items() if "KEY" in k})
         patch.setenv(VARIABLE, str(names))
-        case, client = request.param
-        it = Scene(CASES[case], client, server, proxies, names)
+        if kind == "compressed":
+            patch.setattr(rig, "payload", compressible)
+        it = Scene(CASES[case], kind, server, proxies, names)
         yield it
         it.lift()
         it.end()
@@ -217,6 +255,7 @@ def test_at_upload(scene: Scene) -> None:
     if scene.case.retried is not None:
         assert scene.moved()[scene.case.retried] >= 1, scene.moved()
     scene.objects_are_whole(chunks)
+    assert scene.are_compressed(chunks)
     assert life.serve(*chunks) == len(chunks), "they are in host memory all the same"
     scene.recovered()
 

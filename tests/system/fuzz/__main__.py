@@ -12,12 +12,13 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["s3kv", "json", "tests.system.fuzz.targets"]):
+    from tests.system.fuzz.chunks import chunks
     from tests.system.fuzz.targets import TARGETS
 
 _MEMORY_BYTES = 2**30
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    target = TARGETS[sys.argv.pop(1)]
+    target = (TARGETS | {"chunks": chunks})[sys.argv.pop(1)]
     atheris.Setup(sys.argv, target)
     atheris.Fuzz()

@@ -13,7 +13,9 @@ from typing import Any, get_args
 from s3kv.config import Config
 from s3kv.io import wire
 from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.envelope import Decoding, Envelope
 from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.item_format import ItemFormat, object_bytes
@@ -30,8 +32,20 @@ TENSORS = (
 )
 KEYED = Integrity("blake3-keyed", bytes(range(32)))
 FORMATS = [ChunkFormat(NAMESPACE, TENSORS, 0, "h0-7of8-l0-31of32", mode) for mode in (XXH3, KEYED)]
+LARGE = (
+    TensorSpec.of_layers("g0", 2, (TensorSpec("layer.0", "BF16", (700,), (), "C"),)),
+    TensorSpec.of_layers("g1", 2, (TensorSpec("a", "F32", (300,)), TensorSpec("b", "U8", (4,)))),
+    TensorSpec("g2", "U8", (900,)),
+)
+ENVELOPES = [
+    Envelope(ChunkFormat(NAMESPACE, LARGE, 0, "h0-7of8-l0-31of32", mode)) for mode in (XXH3, KEYED)
+]
 ITEM_BYTES = object_bytes("BF16", 3, 8)
 ITEMS = [ItemFormat(NAMESPACE, "BF16", ItemShape(3, ITEM_BYTES), mode) for mode in (XXH3, KEYED)]
+
+
+Form = ChunkFormat | ItemFormat | Envelope
+"""The forms of an object, each with its reader."""
 
 
 class Wrong(Exception):
@@ -44,7 +58,40 @@ def sealed(form: ChunkFormat | ItemFormat) -> bytes:
     return bytes(data)
 
 
-GOOD = {form: sealed(form) for form in (*FORMATS, *ITEMS)}
+def compressed(envelope: Envelope) -> bytes:
+    chunk, codec = envelope.chunk, compression.codec()
+    place = Place.of(bytearray(chunk.object_bytes), chunk.header_bytes)
+    place.payload[:] = (b"text that shrinks, " * chunk.payload_bytes)[: chunk.payload_bytes]
+    pieces = codec and envelope.encode(place, HASH, codec, lambda: False)
+    if pieces is None:
+        raise Wrong("the payload does not shrink")
+    return b"".join(pieces)
+
+
+GOOD: dict[Form, bytes] = {
+    **{form: sealed(form) for form in (*FORMATS, *ITEMS)},
+    **{envelope: compressed(envelope) for envelope in ENVELOPES},
+}
+GUARD_BYTES = 2**16
+
+
+def refusal_of(form: Form, candidate: bytes) -> str | None:
+    """What the reader says. Raises `Wrong` if it writes outside of the object's place."""
+    if not isinstance(form, Envelope):
+        return form.check(Place.of(candidate, form.header_bytes), len(candidate), HASH)
+    chunk = form.chunk
+    if len(candidate) >= chunk.object_bytes:
+        return "length"
+    arena = bytearray(b"\xa5" * (chunk.object_bytes + 2 * GUARD_BYTES))
+    place = Place.of(memoryview(arena)[GUARD_BYTES:-GUARD_BYTES], chunk.header_bytes)
+    decoding = Decoding(form, place, len(candidate), HASH, compression.codec())
+    decoding.place_of(range(len(candidate))).write(candidate)
+    decoding.advance(len(candidate))
+    if not decoding.is_done:
+        raise Wrong("an object that is there is not decoded")
+    if {*arena[:GUARD_BYTES], *arena[-GUARD_BYTES:]} != {0xA5}:
+        raise Wrong("bytes outside of the place are written")
+    return decoding.reason
 
 
 def edited(good: bytes, edits: bytes) -> bytes:
@@ -64,14 +111,12 @@ def objects(data: bytes) -> None:
     """An object as it is, and as a change of a good one, for every format."""
     for form, good in GOOD.items():
         for candidate in (data, edited(good, data)):
-            refusal = form.check(Place.of(candidate, form.header_bytes), len(candidate), HASH)
-            if refusal is None and candidate != good:
-                raise Wrong(f"{form} accepted a forgery")
+            refusal = judge(form, good, candidate)
             if refusal is not None and candidate == good:
                 raise Wrong(f"{form} refused a good object: {refusal}")
 
 
-def with_header(form: ChunkFormat, good: bytes, text: str) -> bytes:
+def with_header(form: Form, good: bytes, text: str) -> bytes:
     """`good` with another header of the same length, as far as it fits."""
     room = form.header_bytes - 8
     return good[:8] + text.encode()[:room].ljust(room) + good[form.header_bytes :]
@@ -88,7 +133,7 @@ def places(members: Any) -> list[list[Any]]:
     return found
 
 
-def with_value(form: ChunkFormat, good: bytes, path: list[Any], value: Any) -> bytes:
+def with_value(form: Form, good: bytes, path: list[Any], value: Any) -> bytes:
     """`good` with another value at one place of its header. Of a list of layers, too, by text."""
     members = json.loads(good[8 : form.header_bytes])
     inner = members
@@ -98,10 +143,9 @@ def with_value(form: ChunkFormat, good: bytes, path: list[Any], value: Any) -> b
     return with_header(form, good, json.dumps(members, separators=(",", ":")))
 
 
-def judge(form: ChunkFormat, good: bytes, candidate: bytes) -> str | None:
+def judge(form: Form, good: bytes, candidate: bytes) -> str | None:
     """What the reader says. Raises `Wrong` if it takes what is not there."""
-    place = Place.of(candidate, form.header_bytes)
-    refusal = form.check(place, len(candidate), HASH)
+    refusal = refusal_of(form, candidate)
     if refusal is None and candidate != good:
         raise Wrong(f"{form} accepted a forgery")
     if refusal is not None and refusal not in get_args(Mismatch):
@@ -116,7 +160,7 @@ def fields(data: bytes) -> None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    for form in FORMATS:
+    for form in (*FORMATS, *ENVELOPES):
         every = places(json.loads(GOOD[form][8 : form.header_bytes]))
         path = every[data[0] % len(every) if data else 0]
         judge(form, GOOD[form], with_value(form, GOOD[form], path, value))
@@ -143,14 +187,14 @@ def segments(data: bytes) -> None:
 def header(data: bytes) -> None:
     """The parser that tools and error messages use, on anything at all and on a header's JSON."""
     framed = len(data).to_bytes(8, "little") + data
-    for text in (data, framed, edited(GOOD[FORMATS[0]], data)):
+    for text in (data, framed, *(edited(GOOD[form], data) for form in (FORMATS[0], ENVELOPES[0]))):
         try:
             said = read_header(memoryview(text))
         except CodecError:
             continue
         if said.header_bytes > MAX_HEADER_BYTES or said.payload_bytes < 0:
             raise Wrong(f"the header has impossible sizes: {said}")
-        if sum(t.nbytes for t in said.tensors) != said.payload_bytes:
+        if not said.codec and sum(t.nbytes for t in said.tensors) != said.payload_bytes:
             raise Wrong("the tensors do not tile the payload")
 
 
@@ -214,7 +258,7 @@ SEEDS: dict[str, list[bytes]] = {
     "objects": [b"", *GOOD.values(), b"\x00\x10\x04abcd", b"\x08\x00\x02{}"],
     "fields": [b"", b"\x02" + b'"2"', b"\x09[]", b"\x0c-1"],
     "segments": [b"", b"\x00\x01", b"\x00\x01\x01\x00\x02\x02", bytes(range(12))],
-    "header": [b"", *GOOD.values(), GOOD[FORMATS[0]][8:600]],
+    "header": [b"", *GOOD.values(), GOOD[FORMATS[0]][8:600], GOOD[ENVELOPES[0]][8:2000]],
     "frames": [b"", DOWN, UP, DOWN[4:], UP[4:], b"\xdd\xff\xff\xff\xff"],
     "manifests": [b"{}", b'{"a":{"b":[1,null,"\\u001b"]}}'],
 }

@@ -18,10 +18,21 @@ from hypothesis import strategies as st
 
 from s3kv.io import wire
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.envelope import Envelope
 from s3kv.objects.headers import Mismatch, read_header
 from s3kv.place import Place
-from tests.system.fuzz import targets
-from tests.system.fuzz.targets import DOWN, FORMATS, GOOD, HASH, SEEDS, TARGETS, UP, edited
+from tests.system.fuzz import chunks, targets
+from tests.system.fuzz.targets import (
+    DOWN,
+    ENVELOPES,
+    FORMATS,
+    GOOD,
+    HASH,
+    SEEDS,
+    TARGETS,
+    UP,
+    edited,
+)
 
 ROOT = Path(__file__).parents[3]
 NIGHTLY_SECONDS = int(os.environ.get("S3KV_FUZZ_SECONDS", "60"))
@@ -69,11 +80,17 @@ def test_memory_is_in_proportion(name: str, data: bytes) -> None:
     assert peak_bytes < 2**20 + 200 * len(data)
 
 
+FORMS = pytest.mark.parametrize(
+    "form",
+    [*FORMATS, *ENVELOPES],
+    ids=["xxh3", "blake3-keyed", "xxh3, compressed", "blake3-keyed, compressed"],
+)
+OF_PAYLOADS = {ChunkFormat: (), Envelope: ("digest",)}
 VALUES: list[Any] = ["", "0", "2", "x", "?", "00", "9" * 400, None, 0, -1, 2**70, 0.5, [], {}, [[]]]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.integrity.mode)
-def test_every_value_of_a_header_is_looked_at(form: ChunkFormat) -> None:
+@FORMS
+def test_every_value_of_a_header_is_looked_at(form: ChunkFormat | Envelope) -> None:
     """Also those inside the text of `s3kv.layers`."""
     good = GOOD[form]
     members = json.loads(good[8 : form.header_bytes])
@@ -94,12 +111,13 @@ def test_every_value_of_a_header_is_looked_at(form: ChunkFormat) -> None:
             data = targets.with_value(form, good, place, text)
             refusals.add(targets.judge(form, good, data))
             assert data == good or targets.judge(form, good, data) is not None
-    # Length is not a value, and every reason that is one is given for some value.
-    assert refusals >= {*get_args(Mismatch)} - {"length"}
+    # Every reason that is a value is given for some value. A compressed object with digests of
+    # another length is refused for its header.
+    assert refusals >= {*get_args(Mismatch)} - {"length", "codec", *OF_PAYLOADS[type(form)]}
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.integrity.mode)
-def test_no_member_can_be_left_out_or_added(form: ChunkFormat) -> None:
+@FORMS
+def test_no_member_can_be_left_out_or_added(form: ChunkFormat | Envelope) -> None:
     good = GOOD[form]
     members = json.loads(good[8 : form.header_bytes])
     for part in (members, members["__metadata__"]):
@@ -152,16 +170,30 @@ def test_a_reader_that_hoards_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
         targets.frames(b"x" * 100)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_chunk_crashes_the_decoder(seed: int) -> None:
+    """In a process of its own, whose last line is the chunk that it died of."""
+    command = [sys.executable, "-X", "faulthandler", "-m", chunks.__name__, str(seed), "2000"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    )
+    *_, last = done.stdout.splitlines()
+    assert done.returncode == 0, f"seed {seed}, {last}: {done.stderr[-3000:]}"
+    said = json.loads(last)
+    assert said["decoded"] > 20, "every chunk is refused: what is changed lies too far in front"
+    assert said["refused"] > 200
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(NIGHTLY_SECONDS + 120)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", [*TARGETS, "chunks"])
 def test_libfuzzer(name: str, tmp_path: Path) -> None:
     """Guided by coverage; S3KV_FUZZ_SECONDS each. What fails is told in Base64."""
     if importlib.util.find_spec("atheris") is None:
         pytest.fail("atheris is not installed") if os.environ.get("CI") else pytest.skip("atheris")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for number, data in enumerate(SEEDS[name]):
+    for number, data in enumerate(SEEDS.get(name, [b""])):
         (corpus / str(number)).write_bytes(data)
     options = [f"-max_total_time={NIGHTLY_SECONDS}", "-rss_limit_mb=0", "-max_len=20000"]
     options += ["-timeout=10", f"-artifact_prefix={tmp_path}/", str(corpus)]

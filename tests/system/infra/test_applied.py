@@ -21,7 +21,7 @@ from tests.servers import forget_credentials
 from tests.system.infra.applied import NAME, PREFIX, PROVIDER, WITHOUT_LIFECYCLE, Applied, applied
 from tests.system.infra.terraform import Terraform, copy_module
 
-KEY = f"{PREFIX}/v2/chunk"
+KEY = f"{PREFIX}/v3/chunk"
 ELSEWHERE = "team/other/chunk"
 
 
@@ -104,7 +104,7 @@ async def test_a_writer_can_do_what_s3kv_does(
 
 async def _use(client: ObjectStore) -> None:
     """Everything s3kv asks of a bucket."""
-    key = f"{PREFIX}/v2/{uuid.uuid4()}"
+    key = f"{PREFIX}/v3/{uuid.uuid4()}"
     buffer = memoryview(bytearray(10))
     await client.check()
     assert await client.get_into(key, Place.of(buffer)) is None, (
@@ -116,7 +116,7 @@ async def _use(client: ObjectStore) -> None:
     assert (await client.get_into(key, Place.of(buffer))).nbytes == 5
     assert bytes(buffer[:5]) == b"chunk"
     assert await client.refresh(key, 2e9)
-    assert key in [info.key async for info in client.list(f"{PREFIX}/v2/")]
+    assert key in [info.key async for info in client.list(f"{PREFIX}/v3/")]
     with pytest.raises(StoreDenied, match="s3:DeleteObject"):
         await client.delete(key)
 
@@ -126,7 +126,7 @@ async def test_a_cleaner_can_delete_as_well(
 ) -> None:
     become(monkeypatch, bucket.user(bucket.outputs["cleaner_policy_arn"]))
     client = store(bucket)
-    key, buffer = f"{PREFIX}/v2/kept", memoryview(bytearray(10))
+    key, buffer = f"{PREFIX}/v3/kept", memoryview(bytearray(10))
     with bucket.policies_enforced():
         await client.check()
         assert await client.put(key, Place.of(b"chunk"), if_absent=True)
@@ -163,10 +163,10 @@ async def test_a_reader_reads_and_changes_nothing(
     with bucket.policies_enforced():
         await client.check()
         assert (await client.get_into(KEY, Place.of(buffer))).nbytes == 5
-        assert await client.get_into(f"{PREFIX}/v2/none", Place.of(buffer)) is None
-        assert await client.head(f"{PREFIX}/v2/none") is None
+        assert await client.get_into(f"{PREFIX}/v3/none", Place.of(buffer)) is None
+        assert await client.head(f"{PREFIX}/v3/none") is None
         with pytest.raises(StoreDenied, match="s3:PutObject"):
-            await client.put(f"{PREFIX}/v2/new", Place.of(b"x"), if_absent=True)
+            await client.put(f"{PREFIX}/v3/new", Place.of(b"x"), if_absent=True)
         with pytest.raises(StoreDenied, match="s3:PutObject"):
             await client.refresh(KEY, 2e9)
         with pytest.raises(StoreDenied, match="s3:DeleteObject"):

@@ -14,6 +14,7 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.keys import ChunkAddress
 from s3kv.place import Place
+from tests.system.forms import plain_of
 
 _SLAB = "/memfd:s3kv-slab"
 
@@ -81,14 +82,15 @@ def check_objects(
         address = keys.parse(name)
         if address is None:
             continue
-        body = memoryview(client.get_object(Bucket=bucket, Key=name)["Body"].read())
+        data = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+        body = memoryview(plain_of(data))
         layout = ChunkFormat(
             address.namespace.digest, read_header(body).tensors, address.key.group, address.shard
         )
         refusal = layout.check(
             Place.of(body, layout.header_bytes), len(body), address.key.block_hash
         )
-        assert refusal is None, f"{name}, {len(body)} bytes: {refusal}"
+        assert refusal is None, f"{name}, {len(data)} bytes: {refusal}"
         check(address, body[layout.header_bytes :])
         count += 1
     return count

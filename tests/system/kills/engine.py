@@ -1,4 +1,5 @@
-"""An engine process to be killed: `python -m tests.system.kills.engine ENDPOINT BUCKET SEED`.
+"""An engine process to be killed: `python -m tests.system.kills.engine ENDPOINT BUCKET SEED
+COMPRESS`.
 
 The planner and the small engine of `tests/unit/planning` over two worker processes, each with an
 I/O process, all of them real; requests without end. Says in JSON lines what has happened so far,
@@ -166,8 +167,13 @@ class Life:
 
 
 def main() -> None:
-    endpoint, bucket, seed = sys.argv[1:]
-    config = Config(bucket=bucket, endpoint_url=endpoint, request_timeout_ms=5_000)
+    endpoint, bucket, seed, compress = sys.argv[1:]
+    config = Config(
+        bucket=bucket,
+        endpoint_url=endpoint,
+        request_timeout_ms=5_000,
+        compress=compress,  # type: ignore[arg-type]
+    )
     life = Life(config, random.Random(int(seed)))
     life.tell()
     life.serve()

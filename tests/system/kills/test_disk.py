@@ -21,6 +21,7 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.io.sources import disk as source
+from s3kv.objects.keys import LAYOUT
 from s3kv.place import Place
 from s3kv.stores import disk
 from s3kv.stores.disk import Directory
@@ -79,7 +80,7 @@ def stopped(processes: list[BaseProcess]) -> Iterator[None]:
 
 
 def held_bytes(path: Path) -> int:
-    folders = (path / "v2", path / "writing")
+    folders = (path / LAYOUT, path / "writing")
     return sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
 
 

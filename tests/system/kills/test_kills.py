@@ -1,8 +1,9 @@
 """SIGKILL at any moment, under load: nothing wrong, nothing left, the next start clean.
 
 An engine process with two workers and their I/O processes serves from one bucket, life after life.
-In every life I/O processes are killed, and in the end a worker or the engine. Each life checks the
-bytes of everything it loads; between lives every object in the bucket is verified.
+In every life I/O processes are killed, and in the end a worker or the engine. Most lives compress
+what they save. Each checks the bytes of everything it loads; between lives every object in the
+bucket is verified.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from lab.constants import changed, environment
 from lab.s3 import S3Server, moto_process
 from s3kv.objects.keys import ChunkAddress
 from tests.system.kills.aftermath import (
@@ -32,7 +34,7 @@ from tests.system.kills.aftermath import (
     wait_until,
 )
 from tests.system.kills.prompts import dictionary
-from tests.system.kills.worker import SETUP, shard
+from tests.system.kills.worker import PADDING_BYTES, SETUP, shard
 
 ROOT = Path(__file__).parents[3]
 BUCKET = "kills"
@@ -53,14 +55,18 @@ def s3() -> Iterator[S3Server]:
 class Victim:
     """One life of the engine, seen from outside."""
 
-    def __init__(self, s3: S3Server, seed: int, log_path: Path) -> None:
+    def __init__(self, s3: S3Server, seed: int, log_path: Path, compress: str) -> None:
         self.marker = f"S3KV_VICTIM={uuid.uuid4().hex}"
         self.log_path = log_path
         name, _, value = self.marker.partition("=")
-        env = {**os.environ, **s3.env, "PYTHONPATH": str(ROOT), name: value}
+        constants = environment({"least_compressed_bytes": 1}, str(ROOT))
+        env = {**os.environ, **s3.env, **constants, name: value}
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.system.kills.engine", str(s3.url), BUCKET, str(seed)],
+                [
+                    *(sys.executable, "-m", "tests.system.kills.engine"),
+                    *(str(s3.url), BUCKET, str(seed), compress),
+                ],
                 cwd=ROOT,
                 env=env,
                 stdin=subprocess.PIPE,
@@ -127,7 +133,8 @@ class Run:
     def live(self, number: int, io_kills: int) -> None:
         rng = self._rng
         self._lose_half()
-        victim = Victim(self._s3, rng.randrange(2**32), self._directory / f"life-{number}.log")
+        log_path = self._directory / f"life-{number}.log"
+        victim = Victim(self._s3, rng.randrange(2**32), log_path, self._draw_form())
         try:
             victim.wait_for_progress()
             for _ in range(io_kills):
@@ -141,7 +148,16 @@ class Run:
             ) from None
         finally:
             victim.close()
-        check_objects(self._s3, BUCKET, self._check_payload)
+        self._check_objects()
+
+    def _draw_form(self) -> str:
+        """Whether a life compresses what it saves; it decodes what others have saved in any
+        case."""
+        return self._rng.choice(["on", "on", "off"])
+
+    def _check_objects(self) -> int:
+        with changed(least_compressed_bytes=1):
+            return check_objects(self._s3, BUCKET, self._check_payload)
 
     def _kill_io_process(self, victim: Victim) -> None:
         time.sleep(self._rng.uniform(0.0, 0.3))
@@ -189,7 +205,8 @@ class Run:
 
     def end_well(self) -> None:
         """After all that: one life that is not killed, and has nothing left at its end."""
-        victim = Victim(self._s3, self._rng.randrange(2**32), self._directory / "last.log")
+        log_path = self._directory / "last.log"
+        victim = Victim(self._s3, self._rng.randrange(2**32), log_path, "on")
         try:
             wait_until("it loads from the bucket", lambda: victim.count("hit_tokens_bucket") > 0)
             assert victim.process.stdin is not None
@@ -201,7 +218,9 @@ class Run:
             victim.wait_until_gone()
         finally:
             victim.close()
-        assert check_objects(self._s3, BUCKET, self._check_payload) > 0
+        assert self._check_objects() > 0
+        shortest = min(self._s3.objects(BUCKET).values())
+        assert shortest < PADDING_BYTES, "some are compressed"
 
 
 def run(s3: S3Server, directory: Path, lives: int, io_kills: int) -> None:

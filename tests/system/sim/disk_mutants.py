@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from s3kv.errors import ConfigError, StoreUnavailable
-from s3kv.io.sources import chain
+from s3kv.io.sources import chain, reception
 from s3kv.io.sources import disk as source
 from s3kv.io.sources.disk import DiskSource
 from s3kv.io.sources.transfer_job import TransferJob
@@ -39,6 +39,12 @@ swap("takes_no_lock", disk, "_try_lock", lambda fd: True)
 swap("does_not_count_what_it_cannot_list", disk, "_unless_gone", None)
 swap("keeps_as_many_bytes_as_it_moved", chain, "BucketSource", SimpleNamespace(name=mock.ANY))
 swap("believes_that_deleted_files_take_room", Directory, "correct", lambda self, *of: None)
+
+
+@mutant
+def keeps_what_it_has_decoded_without_a_header(patch: Patch) -> None:
+    never = property(lambda self: False, lambda self, seals: None)
+    patch.setattr(reception.Decoder, "seals", never, raising=False)
 
 
 @instead_of(DiskSource, "_read")

@@ -124,7 +124,7 @@ class DiskFleet(Fleet):
 
     def spoil_folder(self, node: Node) -> None:
         if node.disk is not None and not node.disk.is_sound:
-            node.disk.bad_folders.add(f"{ROOT}/v2")
+            node.disk.bad_folders.add(f"{ROOT}/v3")
 
     # --- at the end --------------------------------------------------------------------------
 

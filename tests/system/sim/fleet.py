@@ -17,6 +17,7 @@ from typing import Any
 from s3kv.config import Config
 from s3kv.upkeep.refreshing import LOOK_S
 from tests.system.sim import weather
+from tests.system.sim.compressing import MIXTURES, SEGMENTS_BYTES, Form
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary
 from tests.system.sim.node import Node, Surroundings
@@ -50,6 +51,8 @@ class Fleet:
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.rng = random.Random(seed)
+        self.form_rng = random.Random(f"forms {seed}")
+        self.forms = self.form_rng.choice(MIXTURES)
         self.refresh_after_s = 1.0 if seed % 2 else 0.0
         self.loop = VirtualLoop()
         self.seen: Counter[str] = Counter()
@@ -75,6 +78,8 @@ class Fleet:
             itertools.count(1),
             config,
             self.log,
+            self.forms,
+            self.form_rng,
         )
         self.nodes = [self._draw_node(number, sizes, around) for number in range(3)]
 
@@ -89,6 +94,9 @@ class Fleet:
         requests = rng.choice([2, 8, 32])
         self.constants["hedge_percent"] = rng.choice([0.0, 5.0, 100.0])
         self.constants["range_bytes"] = rng.choice([0, 1024])
+        self.constants["compressed_segment_bytes"] = self.form_rng.choice(SEGMENTS_BYTES)
+        # Where nobody compresses, objects have no compressed form either.
+        self.constants["least_compressed_bytes"] = 2**18 if self.forms == ("plain",) else 1
         return Config(
             bucket="bkt",
             max_inflight_requests=requests,
@@ -124,7 +132,12 @@ class Fleet:
 
     def publish(self, node: Node, prompt: list[int]) -> None:
         """Another replica, which is not simulated, saves the chunks of a prompt."""
-        node.publish(self._dictionary.chain(prompt))
+        node.publish(self._dictionary.chain(prompt), form=self.draw_form(node))
+
+    def draw_form(self, node: Node) -> Form:
+        """Of an object that another replica saves. In the end, each engine can use it."""
+        is_readable = node.decodes or self.bucket.weather is not weather.CLEAR
+        return self.form_rng.choice(self.forms) if is_readable else "plain"
 
     # --- the whole run -----------------------------------------------------------------------
 
@@ -147,7 +160,7 @@ class Fleet:
 
     def clear_up(self) -> None:
         self.log("the weather clears")
-        self.bucket.weather = weather.CALM
+        self.bucket.weather = weather.CLEAR
         for node in self.nodes:
             if not node.is_up:
                 self._start(node)
@@ -214,6 +227,8 @@ class Fleet:
         for node in self.nodes:
             node.shut_down()
             self.seen += node.seen
+            for process in node.processes:
+                self.seen += process.compression_counters
         self.loop.run_until(self.loop.time() + 10.0)
         self._check()
         self.seen += self.oracle.seen + self.bucket.seen
@@ -355,6 +370,14 @@ class Fleet:
             self.bucket.damage(key, data)
             self.seen["objects damaged"] += 1
 
+    def replace_objects(self, node: Node) -> None:
+        """Another replica has found them to be bad, and saves them in a form of its own."""
+        letter = self.rng.choice(self.prompts)
+        prompt = [ord(letter)] * max(self.lengths)
+        form = self.form_rng.choice(self.forms)
+        node.publish(self._dictionary.chain(prompt), form=form, replaces=True)
+        self.seen["objects replaced"] += 1
+
     def change_weather(self, node: Node) -> None:
         self.bucket.weather = weather.draw(self.rng)
         self.log(f"the bucket is {self.bucket.weather.name}")
@@ -373,5 +396,6 @@ HAPPENINGS: list[Happening] = [
     (Fleet.freeze_io_process, 0.3),
     (Fleet.lose_object, 1.5),
     (Fleet.damage_object, 0.7),
+    (Fleet.replace_objects, 1.5),
     (Fleet.change_weather, 1.5),
 ]

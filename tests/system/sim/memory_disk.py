@@ -43,7 +43,7 @@ class BlockingCall:
     running = threading.local()
     """`call`: that of this thread; `kernel`: of the process that it belongs to."""
 
-    def __init__(self, work: Callable[[], Any], kernel: Kernel) -> None:
+    def __init__(self, work: Callable[[], Any], kernel: Kernel | None = None) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
         self._work, self._kernel = work, kernel
@@ -140,7 +140,7 @@ class Disk:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(10_000))
 
     def objects(self) -> dict[str, File]:
-        return {path: file for path, file in self.files.items() if path.startswith(f"{ROOT}/v2/")}
+        return {path: file for path, file in self.files.items() if path.startswith(f"{ROOT}/v3/")}
 
     @property
     def counted_bytes(self) -> int:
@@ -287,7 +287,7 @@ class Kernel:
         self._enter(path, changes=True)
         self._file(path)
         del self.disk.files[path]
-        self.disk.seen["objects deleted on a disk"] += path.startswith(f"{ROOT}/v2/")
+        self.disk.seen["objects deleted on a disk"] += path.startswith(f"{ROOT}/v3/")
 
     def rename(self, source: str, target: str | os.PathLike[str]) -> None:
         target, disk = os.fspath(target), self.disk

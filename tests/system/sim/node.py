@@ -13,6 +13,7 @@ from s3kv.errors import S3KVError
 from s3kv.io import wire
 from s3kv.messages import EMPTY_PLAN
 from s3kv.place import Place
+from tests.system.sim.compressing import Form, compressed
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary, Shard, format_of, object_key
 from tests.system.sim.memory_disk import Disk
@@ -39,6 +40,9 @@ class Surroundings:
     numbers: Iterator[int]
     config: Config
     log: Callable[[str], None]
+    forms: tuple[Form, ...]
+    """Of its processes, by chance."""
+    form_rng: random.Random
 
 
 class Node:
@@ -63,6 +67,8 @@ class Node:
         """The step that is planned next is this one; any other has been overtaken."""
         self.seen: Counter[str] = Counter()
         self.disk: Disk | None = None
+        self.decodes = True
+        """Whether all its processes can decode compressed objects."""
         self.processes: list[Process] = []
         """Of all lives."""
         self._around = around
@@ -70,7 +76,10 @@ class Node:
 
     def machine(self) -> Machine:
         around = self._around
-        return Machine(around.loop, self._rng, around.bucket, None, [], around.oracle, self.disk)
+        machine = Machine(around.loop, self._rng, around.bucket, None, [], around.oracle, self.disk)
+        machine.form = around.form_rng.choice(around.forms)
+        self.decodes = self.decodes and machine.form != "unreadable"
+        return machine
 
     def shards(self) -> list[Shard]:
         size = self.setup.world_size
@@ -81,6 +90,7 @@ class Node:
     def start(self) -> bool:
         """False when it did not start; the bucket must not be the reason."""
         around = self._around
+        self.decodes = True
         self.ranks = [
             Rank(
                 self.machine(),
@@ -186,16 +196,26 @@ class Node:
             living = [process for process in rank.processes if not process.is_dead()]
             assert len(living) <= 1, f"two I/O processes of one rank: {living}"
 
-    def publish(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
+    def publish(
+        self,
+        chain: list[int],
+        shards: Sequence[Shard] = (),
+        *,
+        form: Form = "plain",
+        replaces: bool = False,
+    ) -> list[str]:
         """Another replica of the same model, with the same shards or with these, saves the chunks
-        of this prompt. Returns the keys."""
+        of this prompt, also in the place of others. Returns the keys."""
         for shard in shards or self.shards():
             for key, tokens in objects_of(self.setup, chain):
                 layout = format_of(shard, self.setup, group=key.group)
                 payload = shard.payload(tokens, self.setup.coverage(key.group).block_tokens)
                 data = bytearray(layout.header_bytes) + payload
                 layout.seal(Place.of(data, layout.header_bytes), key.block_hash)
-                self._around.bucket.publish(object_key(shard, key), bytes(data))
+                found = bytes(data)
+                if form == "compressed":
+                    found = compressed(layout, found, key.block_hash)
+                self._around.bucket.publish(object_key(shard, key), found, replaces=replaces)
         return self.keys(chain, shards)
 
     def keys(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:

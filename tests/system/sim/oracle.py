@@ -23,6 +23,7 @@ from typing import Any
 from s3kv.config import Config
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
+from tests.system.sim.compressing import is_compressed, payload_of
 from tests.system.sim.meaning import Dictionary, Shard, format_of
 from tests.system.sim.process import Order
 from tests.system.sim.store import HANG_S, WRITE, Connection
@@ -56,6 +57,9 @@ _LOOKS = {
     (JobKind.UPLOAD, Outcome.EXISTS): "exists",
 }
 
+_SPARED = ("quarantined", "codec")
+"""Reasons of a miss that say nothing new of the object."""
+
 
 def shard_of(namespace_digest: str, name: str) -> Shard:
     return Shard.named(int(namespace_digest, 16), name)
@@ -72,7 +76,7 @@ def _are_lacking(order: Order, others: dict[str, list[str]], connection: Connect
     return (
         not others
         or any({"missing", "bad", "bad range"} & {*said} for said in others.values())
-        or any(key.startswith(chunk) for key in connection.bad)
+        or any(key.startswith(chunk) for key in connection.bad | connection.undecodable)
     )
 
 
@@ -83,7 +87,9 @@ def _chunk(key: str) -> str:
 
 
 def _is_good(said: list[str]) -> bool:
-    return "good" in said or said.count("good range") > 1
+    """Of a range, all bytes may have arrived before an error."""
+    is_in_ranges = said.count("good range") > 1 or {"good range", "error"} <= {*said}
+    return "good" in said or is_in_ranges
 
 
 class FleetOracle:
@@ -104,6 +110,7 @@ class FleetOracle:
         if constants["range_bytes"]:  # the ranges of an object, and then perhaps all of it
             self._requests += 2 * attempts
             self._answers = self._requests * MOST_RANGES
+        self._segment_bytes = constants["compressed_segment_bytes"]
         self._reads = 1 + MOST_SHARDS if config.share_ranks else 1
         self.seen: Counter[str] = Counter()
         self._log = log
@@ -128,10 +135,12 @@ class FleetOracle:
         shard = shard_of(digest, _shard_name(key))
         layout = format_of(shard, self._setup, group=group)
         expected = self.payload(shard, ChunkKey(group, bytes.fromhex(block_hash)))
-        if len(data) != layout.object_bytes:
+        payload = payload_of(data, layout.header_bytes, self._segment_bytes)
+        if len(payload) != layout.payload_bytes or len(data) > layout.object_bytes:
             self.accuse(f"{len(data)} bytes were put as {key}")
-        elif expected is not None and data[layout.header_bytes :] != expected:
+        elif expected is not None and payload != expected:
             self.accuse(f"wrong bytes were put as {key}")
+        self.seen["compressed objects written"] += is_compressed(data)
 
     def job_ended(
         self, order: Order, done: JobEnd, slab: memoryview, connection: Connection
@@ -157,13 +166,25 @@ class FleetOracle:
             self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said} {others}")
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             self._check_fetched(what, order, slab)
+        self._clear(order, done, connection)
         if order.kind is JobKind.UPLOAD or done.outcome is not Outcome.CANCELLED:
             connection.found.discard(order.object_key)  # a cancelled fetch may not have begun
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             connection.found.add(order.object_key)
         end = _LOOKS.get((order.kind, done.outcome))
-        if end is not None and done.reason != "quarantined" and done.source != DISK:
+        if end is not None and done.reason not in _SPARED and done.source != DISK:
             connection.ended(order.object_key, end)
+
+    def _clear(self, order: Order, done: JobEnd, connection: Connection) -> None:
+        """Count the compressed objects of a fetch, and forget them."""
+        if order.kind is not JobKind.FETCH:
+            return
+        chunk = _chunk(order.object_key)
+        read = {key for key in connection.unfolded if key.startswith(chunk)}
+        if done.outcome is Outcome.OK and done.source != DISK:
+            self.seen["compressed objects fetched"] += len(read)
+        connection.unfolded -= read
+        connection.undecodable -= read
 
     def _use_ended(self, order: Order, done: JobEnd, connection: Connection) -> None:
         self.seen[f"use {done.outcome.name}"] += 1
@@ -192,6 +213,9 @@ class FleetOracle:
     ) -> bool:
         if done.reason == "quarantined":
             return done.outcome is Outcome.MISSING and order.object_key in connection.bad
+        if done.reason == "codec":
+            is_missing = done.outcome is Outcome.MISSING
+            return is_missing and order.object_key in connection.undecodable
         if done.outcome is Outcome.CANCELLED:
             return True
         if done.outcome is Outcome.OK and order.kind is JobKind.FETCH:

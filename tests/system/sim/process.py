@@ -18,9 +18,11 @@ from typing import Any, Protocol
 from s3kv.errors import ConfigError
 from s3kv.io import wire
 from s3kv.io.server.service import Service
+from s3kv.io.sources.compressing import Compressor
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.stores.disk import Directory
 from s3kv.types import ChunkKey
+from tests.system.sim.compressing import Form, compressor_of
 from tests.system.sim.disk_workers import VirtualWorkers
 from tests.system.sim.loop import OWNER, Owner, VirtualLoop
 from tests.system.sim.memory_disk import ROOT, Disk, Kernel
@@ -43,6 +45,7 @@ class Machine:
     processes: list[Process]
     oracle: Jobs
     disk: Disk | None = None
+    form: Form = "plain"
 
 
 class Jobs(Protocol):
@@ -205,6 +208,7 @@ class Process:
                 self._finish,
                 random.Random(self._machine.rng.random()),
                 self._open_disk(message.config.prefix),
+                self._open_compressor(),
             )
             self._service.start()
             return
@@ -225,19 +229,36 @@ class Process:
                 return None
         return directory, VirtualWorkers(kernel, self.connection)
 
-    def _check_slot(self, target: memoryview) -> None:
-        """The disk writes there, so it has to be in the slot of a fetch that has not ended."""
+    def _open_compressor(self) -> Compressor | None:
+        machine = self._machine
+        return compressor_of(
+            machine.form,
+            self.connection,
+            random.Random(machine.rng.random()),
+            self._loop.time,
+            self._check_slot,
+            seals=machine.disk is not None,
+        )
+
+    def _check_slot(self, memory: memoryview, kind: JobKind = JobKind.FETCH) -> None:
+        """The disk or the codec uses it, so it has to be in the slot of such a job that has not
+        ended."""
         slab = self._machine.slab.view
-        at = _address(target) - _address(slab)
-        fetches = (order for order in self.orders.values() if order.kind is JobKind.FETCH)
+        at = _address(memory) - _address(slab)
+        orders = (order for order in self.orders.values() if order.kind is kind)
         slot_bytes = self._handshake.slot_bytes
-        if 0 <= at < slab.nbytes and not any(at - f.offset in range(slot_bytes) for f in fetches):
-            self._machine.oracle.accuse("the disk is read into a slot whose job has ended")
+        if 0 <= at < slab.nbytes and not any(at - o.offset in range(slot_bytes) for o in orders):
+            self._machine.oracle.accuse(f"a slot is used by a {kind.value} whose job has ended")
 
     @property
     def disk_counters(self) -> Counter[str]:
         source = self._service and self._service._disk
         return Counter(source.counters if source else ())
+
+    @property
+    def compression_counters(self) -> Counter[str]:
+        compressor = self._service and self._service._compressor
+        return Counter(compressor.counters | compressor.decoder.counters if compressor else ())
 
     def _note(self, message: BucketJob) -> None:
         self.orders[message.job_id] = Order(
@@ -254,7 +275,7 @@ class Process:
     def _object_key(self, key: ChunkKey) -> str:
         # Spelled out, and not taken from the code under test.
         name = key.block_hash.hex()
-        root = f"{self._handshake.namespace_prefix}/v2/{self._handshake.namespace_digest}"
+        root = f"{self._handshake.namespace_prefix}/v3/{self._handshake.namespace_digest}"
         return f"{root}/{name[:2]}/{name}/g{key.group}-{self._handshake.shard}.safetensors"
 
     def _send(self, message: wire.Up) -> None:

@@ -49,4 +49,6 @@ class SharingFleet(Fleet):
         """By a replica of another size."""
         own = (node.setup.world_size, node.stages)
         size = self.rng.choice([size for size in SIZES if size != own])
-        node.publish(self._dictionary.chain(prompt), shards_of(node.model, *size))
+        node.publish(
+            self._dictionary.chain(prompt), shards_of(node.model, *size), form=self.draw_form(node)
+        )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable, StoreUnranged
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.stores.traffic import Traffic
 from s3kv.upkeep.cleaner import LEASE_S
 from tests.system.sim.weather import CALM, Weather
@@ -29,7 +29,7 @@ BARRED_S = 120.0
 """After a bad reading, nobody reads the object for so long."""
 HANG_S = 10.0
 """After so long without a byte the S3 client gives up by itself (`request_timeout_ms`)."""
-LEASE = "s3kv/v2/cleaner.json"
+LEASE = "s3kv/v3/cleaner.json"
 STALE_S = LEASE_S + 2 * HANG_S
 """Nothing is deleted by a listing that is older: a cleaner that has stalled longer lists again."""
 
@@ -87,10 +87,11 @@ class Bucket:
     def has(self, key: str) -> bool:
         return key in self.objects._objects
 
-    def publish(self, key: str, data: bytes) -> None:
+    def publish(self, key: str, data: bytes, *, replaces: bool = False) -> None:
         """Another replica, which is not simulated, has saved this."""
-        self.written[key] = data
-        self.objects._objects.setdefault(key, (data, self.clock()))
+        if replaces or not self.has(key):
+            self.written[key] = data
+            self.objects._objects[key] = (data, self.clock())
 
     async def put(self, key: str, data: bytes, if_absent: bool) -> bool:
         if key != LEASE:
@@ -107,7 +108,7 @@ class Bucket:
             self.accuse(f"objects are deleted {now_s - listed_s:.0f} s after they were listed")
         for info in objects:
             held = self.objects._objects.get(info.key)
-            if info.key in self.foreign or not info.key.startswith("s3kv/v2/"):
+            if info.key in self.foreign or not info.key.startswith("s3kv/v3/"):
                 self.accuse(f"{info.key} is deleted, and belongs to somebody else")
             elif held is not None and listed_s - self.min_age_s < held[1] < listed_s:
                 age_s = listed_s - held[1]
@@ -141,6 +142,8 @@ class Connection:
 
     def __init__(self, bucket: Bucket) -> None:
         self.alive = True
+        self.decodes = True
+        """Whether its process can decode compressed objects."""
         self.traffic = Traffic()
         self.answers: defaultdict[str, list[str]] = defaultdict(list)
         """What the bucket said of each key, for the oracle, which clears it. What it said of writes
@@ -155,6 +158,11 @@ class Connection:
         while it is fetched is written beside that, from another buffer."""
         self.bad: set[str] = set()
         """Keys whose object was bad, until one of ours is put there."""
+        self.undecodable: set[str] = set()
+        """Keys of compressed objects that were read by a process that cannot decode them; for the
+        oracle, which clears it."""
+        self.unfolded: set[str] = set()
+        """Keys of compressed objects that were read; for the oracle, which clears it."""
         self.found: set[str] = set()
         """Keys whose last fetch was good. An upload that follows needs no answer of its own."""
         self.quarantined: dict[str, float] = {}
@@ -186,6 +194,14 @@ class Connection:
     def thaw(self) -> None:
         self._running.set()
 
+    @property
+    def seen(self) -> Counter[str]:
+        return self._bucket.seen
+
+    @property
+    def weather(self) -> Weather:
+        return self._bucket.weather
+
     @contextlib.contextmanager
     def _using(self, key: str) -> Iterator[None]:
         self.busy[key] += 1
@@ -197,23 +213,23 @@ class Connection:
             self.busy[key] -= 1
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         until_s = self.quarantined.get(key, -math.inf)
         if asyncio.get_running_loop().time() < until_s:
             self._bucket.accuse(f"{key} was bad, and is asked for before {until_s}")
-        return await self._get(key, place, claim)
+        return await self._get(key, place, receiver)
 
     async def get_range(
-        self, key: str, first: int, place: Place, claim: Claim | None = None
+        self, key: str, first: int, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         self._bucket.seen["ranges"] += 1
-        return await self._get(key, place, claim, first)
+        return await self._get(key, place, receiver, first)
 
     async def _get(
-        self, key: str, place: Place, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo | None:
-        """first: of a range, which fills `place`; None: the whole object."""
+        """first: of a range, which fills `place` up to the object's end; None: the whole object."""
         with self._using(key):
             fate = await self._begin("get", key)
             scratch = bytearray(max(2**16, 2 * place.nbytes))
@@ -223,42 +239,60 @@ class Connection:
                 self._bucket.seen["deleted chunks asked for"] += key in self._bucket.deleted
                 return None
             data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
+            written = self._bucket.written[key]
             bounds = slice(0, len(data)) if first is None else slice(first, first + place.nbytes)
-            if len(data) < bounds.stop:
+            if first is not None and len(data) <= first:
                 raise StoreUnranged("the object ends before")
             info = dataclasses.replace(info, nbytes=len(data))
-            if claim is not None and not claim():
+            memory = place if receiver is None else receiver.begin(len(data))
+            if memory is None:
+                if len(data) != len(written):
+                    self._note(key, written, "bad", "" if first is None else " range")
                 return info
-            await self._receive(data[bounds], place)
+            await self._receive(data[bounds], memory, receiver)
             if fate == "cut":
                 self.answers[key].append("error")
                 raise StoreUnavailable("the body ended early")
-            written = self._bucket.written[key]
             good = data[bounds] == written[bounds] and len(data) == len(written)
-            self.answers[key].append(
-                ("good" if good else "bad") + ("" if first is None else " range")
-            )
-            if not good:
-                self.bad.add(key)
+            self._note(key, written, "good" if good else "bad", "" if first is None else " range")
             return info
 
-    async def _receive(self, data: bytes, place: Place) -> None:
-        """In two pieces. Whoever cancels between them hears the second one arrive."""
-        data = data[: place.nbytes]
-        half = self._bucket.rng.randrange(len(data) + 1)
-        self._write(place, data[:half])
-        try:
-            await self._sleep(self._bucket.weather.latency(self._bucket.rng))
-        except asyncio.CancelledError:
-            if self.alive:
-                await asyncio.sleep(self._bucket.rng.choice([0.0, 0.05, 0.5]))
-                self._write(place, data)
-            raise
-        self._write(place, data)
+    def _note(self, key: str, written: bytes, said: str, suffix: str) -> None:
+        """Note the reading of the object that was `written`."""
+        if said == "bad":
+            self.bad.add(key)
+        if b'"s3kv.codec"' in written[:4096]:
+            self.unfolded.add(key)
+            if not self.decodes:
+                self.undecodable.add(key)
+                said = said.replace("good", "undecodable")
+        self.answers[key].append(said + suffix)
 
-    def _write(self, place: Place, data: bytes) -> None:
+    async def _receive(self, data: bytes, place: Place, receiver: Receiver | None) -> None:
+        """In pieces. Whoever cancels between them hears the rest arrive."""
+        rng, data = self._bucket.rng, data[: place.nbytes]
+        ends = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([1, 1, 3])))
+        seconds = self._bucket.weather.latency(rng) / len(ends)
+        begin = 0
+        try:
+            for end in ends:
+                self._write(place, data, begin, end)
+                begin = end
+                if self.alive and receiver is not None:
+                    receiver.arrived(end)
+                await self._sleep(seconds)
+        except asyncio.CancelledError:
+            self._bucket.seen["arrivals cut off"] += 0 < begin < len(data)
+            if self.alive:
+                await asyncio.sleep(rng.choice([0.0, 0.05, 0.5]))
+                self._write(place, data, begin, len(data))
+            raise
+        self._write(place, data, begin, len(data))
+
+    def _write(self, place: Place, data: bytes, begin: int, end: int) -> None:
+        """Every byte once: where one has been, the receiver may have decoded others."""
         if self.alive:
-            place.write(data)
+            place.cut(begin, end).write(data[begin:end])
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.writing[key] += 1

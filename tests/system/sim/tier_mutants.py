@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from s3kv.connectors import offload_tier
 from s3kv.io.client import IoClient
+from s3kv.io.sources.reception import Reception
 from s3kv.messages import JobEnd
-from s3kv.objects.codec import ChunkFormat
-from s3kv.place import Place
+from s3kv.objects.headers import Mismatch
 from s3kv.planning.offload import OffloadPlanner
 from s3kv.planning.row_transfers import RowJob, RowKey, RowTransfer, RowTransfers, TransferEnd
 from tests.system.sim.mutants import Mutants
@@ -22,7 +20,7 @@ end_if_done = RowTransfers.end_if_done
 job_ended = RowTransfers.job_ended
 fetched = OffloadPlanner._fetched
 learn = OffloadPlanner._learn
-check = ChunkFormat.check
+check = Reception.check
 
 swap(
     "answers_retry_for_ever", OffloadPlanner, "_decide", lambda self, request, retries, now_s: None
@@ -85,7 +83,7 @@ def announces_no_removal(self: OffloadPlanner, key: RowKey, end: JobEnd, now_s: 
     self.changes = [change for change in self.changes if change[1]]
 
 
-@instead_of(ChunkFormat, "check")
-def believes_a_short_object(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
-    reason = check(self, place, nbytes, block_hash)
-    return None if nbytes < self.object_bytes else reason
+@instead_of(Reception, "check")
+async def believes_a_short_object(self: Reception, nbytes: int) -> Mismatch | None:
+    reason = await check(self, nbytes)
+    return None if nbytes < self._job.nbytes else reason

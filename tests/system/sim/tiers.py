@@ -158,6 +158,7 @@ class TierNode(Node):
             parse_settings=lambda settings: config,
             engine_config=lambda: SimpleNamespace(kv_transfer_config=role),
             check_requests_are_known=lambda *of: None,
+            row_tensor=lambda *of: None,
             offload_fingerprint=lambda *of: {},
             introduce=lambda *of, **more: handshake,
             open_tier=open_tier,

@@ -39,6 +39,8 @@ class Weather:
 
 
 CALM = Weather("calm", (0.002, 0.05))
+CLEAR = Weather("clear", CALM.latency_s)
+"""At the end of a run, when no processor is busy either."""
 SLOW = Weather("slow", (0.3, 6.0))
 FLAKY = Weather(
     "flaky",

@@ -12,22 +12,28 @@ import pytest
 from click.testing import CliRunner, Result
 
 from s3kv.cli.app import cli
+from s3kv.cli.disk import DiskInventory
 from s3kv.cli.invocation import now_s
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.disk import Directory, File
 from s3kv.types import ChunkKey
 from tests.unit.cli.conftest import refused
+from tests.unit.stores.suite import Recorder
 
 OLD, NEW = (Namespace("s3kv", digit * 32) for digit in "ab")
 DAY_S = 86_400
 OnDisk = Callable[..., Result]
 
 
+def key_of(place: Namespace, number: int) -> str:
+    hashed = hashlib.sha256(bytes([number])).digest()
+    return place.chunk(ChunkKey(0, hashed), "h0-7of8-l0-31of32")
+
+
 def fill(directory: Directory, place: Namespace, count: int, age_s: float = 0) -> None:
     for number in range(count):
-        hashed = hashlib.sha256(bytes([number])).digest()
-        key = place.chunk(ChunkKey(0, hashed), "h0-7of8-l0-31of32")
+        key = key_of(place, number)
         assert directory.write(key, Place.of(b"x" * 1000), lambda: False) == "written"
         os.utime(directory.file_of(key), (0, now_s() - age_s))
 
@@ -38,7 +44,7 @@ def directory(tmp_path: Path) -> Directory:
     directory.correct(0, None)
     fill(directory, OLD, 4, age_s=3 * DAY_S)
     fill(directory, NEW, 8)
-    (tmp_path / "disk/v2/somebody-elses").write_bytes(b"1")
+    (tmp_path / "disk/v3/somebody-elses").write_bytes(b"1")
     return directory
 
 
@@ -54,6 +60,18 @@ def on_disk(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> OnDisk:
 
 def left(directory: Directory, place: Namespace) -> int:
     return sum(f"/{place.digest}/" in file.path for file in directory.files())
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+async def test_an_object_of_a_file_lands_where_its_receiver_says(
+    directory: Directory, is_granted: bool
+) -> None:
+    place = Place.of(bytearray(1500))
+    receiver = Recorder(place.cut(500, 1500) if is_granted else None)
+    info = await DiskInventory(directory, "s3kv").get_into(key_of(NEW, 0), place, receiver)
+    assert info is not None
+    assert (info.nbytes, receiver.begun) == (1000, [1000])
+    assert bytes(place) == bytes(500) + (b"x" if is_granted else bytes(1)) * 1000
 
 
 def test_ls_counts_the_files_of_each_namespace(on_disk: OnDisk) -> None:

@@ -33,7 +33,7 @@ def filled(boto: Any) -> None:
         put(HALVES.chunk(ChunkKey(number % 2, bytes([number])), "h0-7of8-l0-31of32"), b"1" * 10)
     put(FULLS.chunk(ChunkKey(0, b"x"), "h0-7of8-l0-31of32"), b"1" * 100)
     put(f"{HALVES.root}somebody-elses", b"1" * 1000)
-    put("s3kv/v2/no-namespace/x", b"1" * 1000)
+    put("s3kv/v3/no-namespace/x", b"1" * 1000)
 
 
 def lines(text: str) -> list[dict[str, Any]]:

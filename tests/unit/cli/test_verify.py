@@ -12,11 +12,13 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.cli.verify import Verifier, sample
 from s3kv.config import Config
+from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.envelope import Envelope, Segments
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.place import Place
-from s3kv.stores.store import Claim
+from s3kv.stores.store import Receiver
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers
 from tests.unit.cli.conftest import Run
@@ -42,6 +44,20 @@ def sealed(number: int, place: Namespace = PLACE, integrity: Integrity | None = 
     data[layout.header_bytes :] = bytes([number]) * 200
     layout.seal(Place.of(data, layout.header_bytes), block_hash(number))
     return bytes(data)
+
+
+TEXT = TensorSpec("layer", "BF16", (2**18,))
+
+
+def compressed(number: int, tensors: tuple[TensorSpec, ...] = (TEXT,)) -> bytes:
+    layout = ChunkFormat(PLACE.digest, tensors, 0, SHARD)
+    place = Place.of(bytearray(layout.object_bytes), layout.header_bytes)
+    place.payload[:] = bytes([number, 1, 2, 3]) * (layout.payload_bytes // 4)
+    codec = compression.codec()
+    assert codec is not None
+    pieces = Envelope(layout).encode(place, block_hash(number), codec, lambda: False)
+    assert pieces is not None
+    return b"".join(pieces)
 
 
 def flipped(data: bytes) -> bytes:
@@ -84,7 +100,7 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
         key(3): "digest",
         key(7): "header",
         key(11): "block_hash",
-        key(13): "header",
+        key(13): "length",
     }
     assert held(boto) == before
     text = run("verify", "--delete")
@@ -92,6 +108,52 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
     assert f"digest      {key(3)}  (deleted)" in text.stdout
     assert before - held(boto) == {key(number) for number in bad}
     assert run("verify").exit_code == 0
+
+
+def test_compressed_objects(run: Run, boto: Any) -> None:
+    bad = {2: flipped(compressed(2)), 4: compressed(5), 6: compressed(6)[:-1]}
+    fill(boto, {number: compressed(number) for number in range(8)} | bad)
+    result = run("verify", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["checked"], found["undecoded"]) == (20, 0)
+    refused = {d["key"]: d["refusal"] for d in found["damaged"]}
+    assert refused == {key(2): "digest", key(4): "block_hash", key(6): "length"}
+
+
+def test_without_blosc2_compressed_objects_are_not_called_damaged(
+    run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(boto, {1: compressed(1), 2: compressed(2), 3: compressed(4)})
+    before = held(boto)
+    monkeypatch.setattr(compression, "codec", lambda: None)
+    result = run("verify", "--json", "--delete")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["checked"], found["undecoded"]) == (18, 2)
+    assert {d["key"]: d["refusal"] for d in found["damaged"]} == {key(3): "block_hash"}
+    assert before - held(boto) == {key(3)}
+    text = run("verify").stdout
+    assert "2 compressed objects cannot be judged without blosc2" in text
+    assert "→ pip install 'vllm-s3kv[compression]'" in text
+
+
+def test_a_header_cannot_make_it_allocate_what_it_likes(run: Run, boto: Any) -> None:
+    """One announces 16 GiB, and the other is of a format that has no compressed form."""
+    layout = ChunkFormat(PLACE.digest, (TensorSpec("layer", "BF16", (2**33,)),), 0, SHARD)
+    envelope = Envelope(layout)
+    count = len(envelope.segments)
+    put(
+        boto,
+        key(1),
+        envelope.header(
+            block_hash(1), Segments([1] * count, [b"0" * 16] * count, [b"0" * 32] * count)
+        )
+        + bytes(count),
+    )
+    put(boto, key(2), compressed(2, (TensorSpec("layer", "BF16", (2**12,)),)))
+    damaged = json.loads(run("verify", "--json").stdout)["damaged"]
+    assert {d["key"]: d["refusal"] for d in damaged} == {key(1): "length", key(2): "length"}
 
 
 def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
@@ -186,8 +248,8 @@ class Misreading(MemoryStore):
         super().__init__()
         self.read: set[str] = set()
 
-    async def get_into(self, key: str, place: Place, claim: Claim | None = None) -> Any:
-        came = await super().get_into(key, place, claim)
+    async def get_into(self, key: str, place: Place, receiver: Receiver | None = None) -> Any:
+        came = await super().get_into(key, place, receiver)
         if came is not None and key not in self.read:
             place.payload[-1] ^= 1
             self.read.add(key)

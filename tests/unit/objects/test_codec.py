@@ -38,7 +38,7 @@ FORMAT = ChunkFormat(
     DIGEST, (KV, UNLIKE, TensorSpec("rest", "U8", ())), 1, "h0-3of8-l0-31of32", first_block=3
 )
 SEALED_HEADER_JSON = (
-    '{"__metadata__":{"s3kv.format":"2","s3kv.namespace":"0123456789abcdef0123456789abcdef",'
+    '{"__metadata__":{"s3kv.format":"3","s3kv.namespace":"0123456789abcdef0123456789abcdef",'
     '"s3kv.coverage":"1","s3kv.shard":"h0-3of8-l0-31of32","s3kv.block_hash":'
     '"000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",'
     '"s3kv.first_block":"3","s3kv.blocks":"2","s3kv.layers":'
@@ -161,11 +161,12 @@ def test_foreign_format_is_refused(change: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (b'"s3kv.format":"2"', b'"s3kv.format":"1"', "version"),
+        (b'"s3kv.format":"3"', b'"s3kv.format":"2"', "version"),
         (b'xxh3-128"', b'xxh3-64" ', "algorithm"),
         (b"layers.0.kv", b"layers.7.kv", "tensors"),
         (b"[1]", b"[2]", "tensors"),
         (b"[2,2,3]", b"[2,3,2]", "tensors"),
+        (b'[],"data_offsets":[36,37]', b'[2],"data_offsets":[36,38]', "length"),
         (b"}} ", b"} }", "header"),
         (b"__metadata__", b"__mitadata__", "header"),
     ],

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import blake3
+import blosc2
 import pytest
 import xxhash
 
 SECRET = b"an example of a secret"
 SIZES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 SEGMENT_BYTES = 8_388_608
+COMPRESSED_SEGMENT_BYTES = 1_048_576
 
 
 class Layer(NamedTuple):
@@ -42,7 +45,7 @@ class Tensor(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a reader knows before it reads (5)."""
+    """What a reader knows before it reads (6)."""
 
     prefix: str
     namespace: str
@@ -57,7 +60,7 @@ class Expected(NamedTuple):
 
 def name_of(what: Expected) -> str:
     name = what.block_hash.hex()
-    place = f"{what.prefix}/v2/{what.namespace}/{name[:2]}/{name}"
+    place = f"{what.prefix}/v3/{what.namespace}/{name[:2]}/{name}"
     return f"{place}/g{what.coverage}-{what.shard}.safetensors"
 
 
@@ -69,24 +72,24 @@ def namespace_of(fingerprint: dict[str, Any]) -> tuple[str, bytes]:
     return hashlib.sha256(canonical).hexdigest()[:32], canonical
 
 
-def segments_of(what: Expected) -> list[list[tuple[int, int]]]:
+def segments_of(what: Expected, segment_bytes: int = SEGMENT_BYTES) -> list[list[tuple[int, int]]]:
     """By part, the begin and end of its segments in the payload (3)."""
     parts = []
     begin = 0
     for tensor in what.tensors:
         end = begin + tensor.nbytes
-        cuts = [*range(begin, end, SEGMENT_BYTES), end]
+        cuts = [*range(begin, end, segment_bytes), end]
         parts.append(list(pairwise(cuts)))
         begin = end
     return parts
 
 
-def text_of(what: Expected, block_hash: str, digests: list[str]) -> str:
+def metadata_of(what: Expected, block_hash: str) -> dict[str, str]:
     layers = {
         t.name: [[n, d, list(p), o] for n, d, p, o in t.layers] for t in what.tensors if t.layers
     }
-    metadata = {
-        "s3kv.format": "2",
+    return {
+        "s3kv.format": "3",
         "s3kv.namespace": what.namespace,
         "s3kv.coverage": str(what.coverage),
         "s3kv.shard": what.shard,
@@ -95,9 +98,11 @@ def text_of(what: Expected, block_hash: str, digests: list[str]) -> str:
         "s3kv.blocks": str(what.blocks),
         "s3kv.layers": json.dumps(layers, separators=(",", ":")),
         "s3kv.algorithm": what.algorithm,
-        "s3kv.digests": ",".join(digests),
     }
-    members: dict[str, Any] = {"__metadata__": metadata}
+
+
+def entries_of(what: Expected) -> dict[str, Any]:
+    members: dict[str, Any] = {}
     begin = 0
     for tensor in what.tensors:
         end = begin + tensor.nbytes
@@ -107,22 +112,31 @@ def text_of(what: Expected, block_hash: str, digests: list[str]) -> str:
             "data_offsets": [begin, end],
         }
         begin = end
-    return json.dumps(members, separators=(",", ":"))
+    return members
+
+
+def text_of(what: Expected, block_hash: str, digests: list[str]) -> str:
+    metadata = metadata_of(what, block_hash) | {"s3kv.digests": ",".join(digests)}
+    return json.dumps({"__metadata__": metadata} | entries_of(what), separators=(",", ":"))
 
 
 def header_of(what: Expected, digests: list[str]) -> bytes:
     digits = {"xxh3-128": 32, "blake3-keyed": 64, "none": 0}[what.algorithm]
     count = sum(len(part) for part in segments_of(what)) if digits else 0
-    longest = 8 + len(text_of(what, "0" * 128, ["0" * digits] * count))
+    longest = text_of(what, "0" * 128, ["0" * digits] * count)
+    return padded(text_of(what, what.block_hash.hex(), digests), 8 + len(longest))
+
+
+def padded(text: str, longest: int) -> bytes:
     total = (longest + 4095) // 4096 * 4096
-    text = text_of(what, what.block_hash.hex(), digests).encode("ascii")
-    return (total - 8).to_bytes(8, "little") + text + b" " * (total - 8 - len(text))
+    data = text.encode("ascii")
+    return (total - 8).to_bytes(8, "little") + data + b" " * (total - 8 - len(data))
 
 
-def digest_of(what: Expected, number: int, segment: bytes) -> str:
+def digest_of(what: Expected, number: int, segment: bytes, header: bytes = b"") -> str:
     if what.algorithm == "xxh3-128":
         return xxhash.xxh3_128(segment, seed=0).hexdigest()
-    covered = header_of(what, []) + number.to_bytes(8, "little") + segment
+    covered = (header or header_of(what, [])) + number.to_bytes(8, "little") + segment
     return str(blake3.blake3(covered, key=key()).hexdigest())
 
 
@@ -153,9 +167,125 @@ def accepts(what: Expected, data: bytes) -> bool:
     return data[:header_bytes] == header_of(what, digests_of(what, data[header_bytes:]))
 
 
+# 5. Compressed objects
+
+
+def compressed_segments_of(what: Expected) -> list[tuple[int, int, int]]:
+    """Begin, end and item size of every segment."""
+    return [
+        (begin, end, max(SIZES[dtype] for dtype in (part.dtype, *(x.dtype for x in part.layers))))
+        for part, cuts in zip(
+            what.tensors, segments_of(what, COMPRESSED_SEGMENT_BYTES), strict=True
+        )
+        for begin, end in cuts
+    ]
+
+
+def may_be_compressed(what: Expected) -> bool:
+    return sum(t.nbytes for t in what.tensors) >= 256 * 1024 and what.algorithm != "none"
+
+
+def compressed_text_of(
+    what: Expected,
+    block_hash: str,
+    lengths: list[int],
+    decoded: list[str],
+    digests: list[str],
+    total: str,
+) -> str:
+    metadata = metadata_of(what, block_hash) | {
+        "s3kv.codec": "blosc2",
+        "s3kv.tensors": json.dumps(entries_of(what), separators=(",", ":")),
+        "s3kv.stored": ",".join(f"{length:06x}" for length in lengths),
+        "s3kv.decoded": ",".join(decoded),
+        "s3kv.digests": ",".join(digests),
+    }
+    text = json.dumps({"__metadata__": metadata}, separators=(",", ":"))
+    entry = f'{{"dtype":"U8","shape":[{total}],"data_offsets":[0,{total}]}}'
+    return f'{text[:-1]},"segments":{entry}}}'
+
+
+def compressed_header_of(
+    what: Expected, lengths: list[int], decoded: list[str], digests: list[str]
+) -> bytes:
+    count = len(compressed_segments_of(what))
+    digits = {"xxh3-128": 32, "blake3-keyed": 64}[what.algorithm]
+    most = str(sum(t.nbytes for t in what.tensors))
+    lists = [0] * count, ["0" * 16] * count, ["0" * digits] * count
+    longest = compressed_text_of(what, "0" * 128, *lists, most)
+    total = str(sum(lengths))
+    text = compressed_text_of(what, what.block_hash.hex(), lengths, decoded, digests, total)
+    return padded(text, 8 + len(longest))
+
+
+def blosc2_header(nbytes: int, stored_bytes: int, item_bytes: int) -> bytes:
+    sizes = b"".join(n.to_bytes(4, "little") for n in (nbytes, nbytes, stored_bytes))
+    return bytes([5, 1, 0x85, item_bytes]) + sizes + bytes([1, 0, 0, 0, 0, 0, 5]) + bytes(9)
+
+
+def stored(segment: bytes, item_bytes: int) -> bytes:
+    nbytes = len(segment)
+    settings = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "nthreads": 1}
+    settings |= {"filters": [blosc2.Filter.SHUFFLE], "filters_meta": [0]}
+    data: bytes = blosc2.compress2(segment, typesize=item_bytes, blocksize=nbytes, **settings)
+    is_usual = data[:32] == blosc2_header(nbytes, len(data), item_bytes)
+    return data if is_usual and len(data) < nbytes and not nbytes % item_bytes else segment
+
+
+def write_compressed(what: Expected, payload: bytes) -> bytes:
+    pieces = [stored(payload[begin:end], t) for begin, end, t in compressed_segments_of(what)]
+    lengths = [len(piece) for piece in pieces]
+    cuts = compressed_segments_of(what)
+    decoded = [xxhash.xxh3_64_hexdigest(payload[begin:end]) for begin, end, _ in cuts]
+    covered = compressed_header_of(what, lengths, decoded, [])
+    digests = [digest_of(what, n, piece, covered) for n, piece in enumerate(pieces)]
+    return compressed_header_of(what, lengths, decoded, digests) + b"".join(pieces)
+
+
+def read(what: Expected, data: bytes) -> bytes | None:
+    """The payload of an object of either form; None if it is refused (6)."""
+    plain_bytes = len(header_of(what, [])) + sum(t.nbytes for t in what.tensors)
+    if len(data) == plain_bytes:
+        return data[len(header_of(what, [])) :] if accepts(what, data) else None
+    if len(data) > plain_bytes or not may_be_compressed(what):
+        return None
+    segments = compressed_segments_of(what)
+    header_bytes = len(compressed_header_of(what, [0] * len(segments), [], []))
+    names = "stored", "decoded", "digests"
+    pattern = ",".join(f'"s3kv.{name}":"([0-9a-f,]+)"' for name in names)
+    found = re.search(pattern.encode(), data)
+    if found is None:
+        return None
+    lengths = [int(length, 16) for length in found[1].split(b",")]
+    decoded, digests = (found[number].decode().split(",") for number in (2, 3))
+    if len(lengths) != len(segments) or sum(lengths) != len(data) - header_bytes:
+        return None
+    if data[:header_bytes] != compressed_header_of(what, lengths, decoded, digests):
+        return None
+    covered = compressed_header_of(what, lengths, decoded, [])
+    payload = b""
+    cuts = pairwise(accumulate(lengths, initial=header_bytes))
+    for number, ((begin, end, t), (at, to)) in enumerate(zip(segments, cuts, strict=True)):
+        piece, nbytes = data[at:to], end - begin
+        if not 1 <= len(piece) <= nbytes:
+            return None
+        if digest_of(what, number, piece, covered) != digests[number]:
+            return None
+        if len(piece) < nbytes:
+            if nbytes % t or piece[:32] != blosc2_header(nbytes, len(piece), t):
+                return None
+            piece = bytes(blosc2.decompress2(piece))
+        if xxhash.xxh3_64_hexdigest(piece) != decoded[number]:
+            return None
+        payload += piece
+    return payload
+
+
 # ------------------------------------------------------------------------------------------------
 from s3kv.config import SECRET_VARIABLE, Config  # noqa: E402
+from s3kv.objects import compression  # noqa: E402
 from s3kv.objects.codec import ChunkFormat  # noqa: E402
+from s3kv.objects.envelope import Decoding, Envelope  # noqa: E402
 from s3kv.objects.integrity import Integrity  # noqa: E402
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest  # noqa: E402
 from s3kv.place import Place  # noqa: E402
@@ -241,6 +371,70 @@ def test_both_refuse_the_same(pair: tuple[Expected, ChunkFormat]) -> None:
         assert refused == (not accepts(theirs, data))
     assert accepts(theirs, good)
     assert not accepts(theirs, other)
+
+
+def varied_payload_of(what: Expected) -> bytes:
+    """With noise, so that some segments shrink and others do not."""
+    rng = random.Random(11)
+    data = bytearray(payload_of(what))
+    for begin in (0, 140_000, 3 * COMPRESSED_SEGMENT_BYTES):
+        noise = rng.randbytes(2 * COMPRESSED_SEGMENT_BYTES)
+        data[begin : begin + len(noise)] = noise[: len(data) - begin]
+    return bytes(data)
+
+
+def compressed(ours: ChunkFormat, block_hash: bytes, payload: bytes) -> bytes:
+    envelope, codec = Envelope.of(ours), compression.codec()
+    assert envelope is not None
+    assert codec is not None
+    place = Place(memoryview(bytearray(ours.header_bytes)), memoryview(payload))
+    pieces = envelope.encode(place, block_hash, codec, lambda: False)
+    assert pieces is not None
+    return b"".join(pieces)
+
+
+def decoded(ours: ChunkFormat, block_hash: bytes, data: bytes) -> bytes | None:
+    envelope = Envelope.of(ours)
+    assert envelope is not None
+    place = Place.of(bytearray(ours.object_bytes), ours.header_bytes)
+    decoding = Decoding(envelope, place, len(data), block_hash, compression.codec())
+    decoding.place_of(range(len(data))).write(data)
+    decoding.advance(len(data))
+    assert decoding.is_done
+    return None if decoding.reason else bytes(place.payload)
+
+
+def test_both_write_the_same_compressed_bytes(pair: tuple[Expected, ChunkFormat]) -> None:
+    theirs, ours = pair
+    assert may_be_compressed(theirs) == (Envelope.of(ours) is not None)
+    if not may_be_compressed(theirs):
+        return
+    for payload in (payload_of(theirs), varied_payload_of(theirs)):
+        data = write_compressed(theirs, payload)
+        assert data == compressed(ours, theirs.block_hash, payload)
+        assert len(data) < ours.object_bytes
+        assert read(theirs, data) == payload == decoded(ours, theirs.block_hash, data)
+        assert read(theirs, write(theirs, payload)) == payload
+
+
+def test_both_refuse_the_same_compressed_objects(pair: tuple[Expected, ChunkFormat]) -> None:
+    theirs, ours = pair
+    if not may_be_compressed(theirs):
+        return
+    payload = varied_payload_of(theirs)
+    good = write_compressed(theirs, payload)
+    other = write_compressed(theirs._replace(block_hash=b"another" * 4 + b"hash"), payload)
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 1
+    for data in (other, bytes(flipped), good[:-1], good + b"\0", good[:100]):
+        assert read(theirs, data) is None
+        assert decoded(ours, theirs.block_hash, data) is None
+
+
+def test_the_header_of_a_segment_is_the_one_of_the_page() -> None:
+    page = (ROOT / "docs" / "object-format.md").read_text()
+    header = blosc2_header(1_048_576, 734_003, 2).hex()
+    assert " ".join(re.findall("." * 8, header)) in page
 
 
 def test_names_are_the_same(pair: tuple[Expected, ChunkFormat]) -> None:

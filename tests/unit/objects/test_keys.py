@@ -24,14 +24,14 @@ HASH = bytes.fromhex("ab" + "00" * 30 + "ff")
 def test_golden() -> None:
     """These strings are on buckets. A change orphans all of them: it needs a new layout version."""
     namespace = Namespace("team-a/s3kv", DIGEST)
-    assert namespace.root == "team-a/s3kv/v2/0123456789abcdef0123456789abcdef/"
-    assert namespace.manifest == "team-a/s3kv/v2/0123456789abcdef0123456789abcdef/manifest.json"
+    assert namespace.root == "team-a/s3kv/v3/0123456789abcdef0123456789abcdef/"
+    assert namespace.manifest == "team-a/s3kv/v3/0123456789abcdef0123456789abcdef/manifest.json"
     assert namespace.chunk(ChunkKey(0, HASH), "h0-3of8-l0-31of32") == (
-        "team-a/s3kv/v2/0123456789abcdef0123456789abcdef/ab/"
+        "team-a/s3kv/v3/0123456789abcdef0123456789abcdef/ab/"
         "ab000000000000000000000000000000000000000000000000000000000000ff/"
         "g0-h0-3of8-l0-31of32.safetensors"
     )
-    assert all_namespaces("team-a/s3kv") == "team-a/s3kv/v2/"
+    assert all_namespaces("team-a/s3kv") == "team-a/s3kv/v3/"
 
 
 def test_golden_fingerprint() -> None:
@@ -67,16 +67,16 @@ def test_parse_is_the_inverse(
     "key",
     [
         "",
-        f"s3kv/v2/{DIGEST}/manifest.json",
+        f"s3kv/v3/{DIGEST}/manifest.json",
         f"s3kv/v1/{DIGEST}/ab/abcd/g0-t0.safetensors",
-        f"s3kv/v2/{DIGEST}/cd/abcd/g0-t0.safetensors",
-        f"s3kv/v2/{DIGEST}/ab/abc/g0-t0.safetensors",
-        f"s3kv/v2/{DIGEST}/ab/ABCD/g0-t0.safetensors",
-        f"s3kv/v2/{DIGEST}/ab/abcd/g00-t0.safetensors",
-        f"s3kv/v2/{DIGEST}/ab/abcd/g0-t0.safetensors\n",
-        f"s3kv/v2/{DIGEST[1:]}/ab/abcd/g0-t0.safetensors",
-        f"/s3kv/v2/{DIGEST}/ab/abcd/g0-t0.safetensors",
-        f"s3kv/v2/{DIGEST}/ab/" + "ab" * 65 + "/g0-t0.safetensors",
+        f"s3kv/v3/{DIGEST}/cd/abcd/g0-t0.safetensors",
+        f"s3kv/v3/{DIGEST}/ab/abc/g0-t0.safetensors",
+        f"s3kv/v3/{DIGEST}/ab/ABCD/g0-t0.safetensors",
+        f"s3kv/v3/{DIGEST}/ab/abcd/g00-t0.safetensors",
+        f"s3kv/v3/{DIGEST}/ab/abcd/g0-t0.safetensors\n",
+        f"s3kv/v3/{DIGEST[1:]}/ab/abcd/g0-t0.safetensors",
+        f"/s3kv/v3/{DIGEST}/ab/abcd/g0-t0.safetensors",
+        f"s3kv/v3/{DIGEST}/ab/" + "ab" * 65 + "/g0-t0.safetensors",
     ],
 )
 def test_parse_knows_what_it_did_not_build(key: str) -> None:
@@ -114,7 +114,7 @@ def test_a_manifest_and_a_shape_are_known_by_their_keys() -> None:
     namespace = Namespace("team/s3kv", "a" * 32)
     assert parse_sign(namespace.manifest) == namespace
     assert parse_sign(namespace.shape("h0-3of8-l0-31of32")) == namespace
-    for key in ("team/s3kv/v2/manifest.json", "/s3kv/v2/" + "a" * 32 + "/manifest.json"):
+    for key in ("team/s3kv/v3/manifest.json", "/s3kv/v3/" + "a" * 32 + "/manifest.json"):
         assert parse_sign(key) is None
     assert parse_sign(namespace.manifest + "x") is None
     assert parse(namespace.manifest) is None

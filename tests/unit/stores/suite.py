@@ -43,6 +43,32 @@ def apart(nbytes: int, header_bytes: int = 1000) -> Place:
     return Place(*(memoryview(bytearray(b"\xee" * length)) for length in lengths))
 
 
+class Recorder:
+    """A receiver into `memory` (None: another read has the place). begun: the lengths of objects
+    it was given. seen: the bytes that had arrived at each call."""
+
+    def __init__(self, memory: Place | None) -> None:
+        self.memory = memory
+        self.begun: list[int] = []
+        self.seen: list[bytes] = []
+
+    def begin(self, nbytes: int) -> Place | None:
+        self.begun.append(nbytes)
+        return self.memory
+
+    def arrived(self, nbytes: int) -> None:
+        if self.memory is not None:
+            self.seen.append(bytes(self.memory.cut(0, nbytes)))
+
+    def check(self, data: bytes) -> None:
+        """What arrived grew, and was the front of `data`."""
+        assert self.memory is not None
+        assert bytes(self.memory.cut(0, len(data))) == data
+        lengths = [len(seen) for seen in self.seen]
+        assert lengths == sorted(set(lengths))
+        assert all(data.startswith(seen) for seen in self.seen)
+
+
 async def write(store: ObjectStore, key: str, data: memoryview, *, if_absent: bool = False) -> bool:
     return await store.put(key, Place.of(data), if_absent=if_absent)
 
@@ -136,14 +162,75 @@ class ObjectStoreSuite:
         expected[begin:end] = pattern(3000, 1)[begin:end]
         assert bytes(place) == expected
 
-    async def test_a_place_apart_that_nobody_claims(self, store: ObjectStore, root: str) -> None:
+    async def test_a_place_that_another_read_has(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(3000, 1))
-        place = apart(3000)
-        await store.get_into(root + "k", place, lambda: False)
-        await store.get_range(root + "k", 5, place.cut(5, 2900), lambda: False)
+        place, other = apart(3000), Recorder(None)
+        await store.get_into(root + "k", place, other)
+        await store.get_range(root + "k", 5, place.cut(5, 2900), other)
         assert bytes(place) == b"\xee" * 3000
+        assert (other.begun, other.seen) == ([3000, 3000], [])
 
-    @pytest.mark.parametrize("first", [2999, 3000, 9000])
+    @pytest.mark.parametrize("nbytes", [0, 1, 2, 3000, 700_000])
+    async def test_a_receiver_has_the_memory(
+        self, store: ObjectStore, root: str, nbytes: int
+    ) -> None:
+        """The object arrives at the end of a larger place, and nowhere else."""
+        data = bytes(pattern(nbytes, 1))
+        await write(store, root + "k", pattern(nbytes, 1))
+        place = apart(nbytes + 1500)
+        receiver = Recorder(place.cut(1500, place.nbytes))
+        assert await store.get_into(root + "k", place, receiver) == await store.head(root + "k")
+        assert bytes(place) == b"\xee" * 1500 + data
+        assert receiver.begun == [nbytes]
+        receiver.check(data)
+
+    @pytest.mark.parametrize(("room", "nbytes"), [(2999, 3000), (3000, 2999), (2999, 2999)])
+    async def test_an_object_longer_than_the_place_or_the_memory(
+        self, store: ObjectStore, root: str, room: int, nbytes: int
+    ) -> None:
+        await write(store, root + "k", pattern(3000, 1))
+        receiver = Recorder(Place.of(bytearray(nbytes)))
+        info = await store.get_into(root + "k", apart(room), receiver)
+        assert (info.nbytes, receiver.begun, receiver.seen) == (3000, [3000], [])
+        assert await fetch(store, root + "k") == bytes(pattern(3000, 1))
+
+    @pytest.mark.parametrize(
+        ("first", "nbytes"), [(0, 700_000), (0, 800_000), (5, 600_000), (699_999, 1), (9, 900_000)]
+    )
+    async def test_a_receiver_of_a_range(
+        self, store: ObjectStore, root: str, first: int, nbytes: int
+    ) -> None:
+        """It begins with the length of the whole object, wherever the range ends."""
+        data = bytes(pattern(700_000, 1)[first : first + nbytes])
+        await write(store, root + "k", pattern(700_000, 1))
+        place = apart(nbytes + 1500)
+        receiver = Recorder(place.cut(1500, 1500 + len(data)))
+        info = await store.get_range(root + "k", first, place.cut(0, nbytes), receiver)
+        assert info == await store.head(root + "k")
+        assert receiver.begun == [700_000]
+        receiver.check(data)
+        assert bytes(place.cut(0, 1500)) == b"\xee" * 1500
+
+    async def test_no_object_begins_if_there_is_none(self, store: ObjectStore, root: str) -> None:
+        await write(store, root + "k", pattern(3000, 1))
+        receiver = Recorder(Place.of(bytearray(10)))
+        assert await store.get_into(root + "no", apart(3000), receiver) is None
+        assert await store.get_range(root + "no", 0, apart(3000), receiver) is None
+        with pytest.raises(StoreUnranged):
+            await store.get_range(root + "k", 3000, apart(3000), receiver)
+        assert (receiver.begun, receiver.seen) == ([], [])
+
+    @pytest.mark.parametrize("first", [0, 1000, 2999])
+    async def test_an_object_that_ends_within_the_range(
+        self, store: ObjectStore, root: str, first: int
+    ) -> None:
+        await write(store, root + "k", pattern(3000, 1))
+        place = apart(5000)
+        info = await store.get_range(root + "k", first, place)
+        assert (info, info.nbytes) == (await store.head(root + "k"), 3000)
+        assert bytes(place) == bytes(pattern(3000, 1)[first:]) + b"\xee" * (2000 + first)
+
+    @pytest.mark.parametrize("first", [3000, 3001, 9000])
     async def test_a_range_beyond_the_end(self, store: ObjectStore, root: str, first: int) -> None:
         await write(store, root + "k", pattern(3000, 1))
         memory = bytearray(b"\xee" * 3)

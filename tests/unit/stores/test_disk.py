@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from s3kv.errors import ConfigError
+from s3kv.objects.keys import LAYOUT
 from s3kv.place import Place
 from s3kv.stores import disk
 from s3kv.stores.disk import Directory
@@ -64,7 +65,7 @@ def test_a_place_too_small_is_filled_and_no_more(directory: Directory) -> None:
 def test_the_names_of_files_lead_back_to_keys(directory: Directory) -> None:
     file = directory.file_of(KEY)
     assert directory.key_of(str(file)) == KEY
-    assert file.relative_to(directory.path).parts[0] == "v2", "the prefix is no part of it"
+    assert file.relative_to(directory.path).parts[0] == LAYOUT, "the prefix is no part of it"
     write(directory, 1, 100)
     write(directory, 2, 200)
     keys = {directory.key_of(file.path): file.nbytes for file in directory.files()}
@@ -215,7 +216,7 @@ def test_a_directory_is_made_for_its_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     Directory.open(str(path), "s3kv", 1)
     Directory.open(str(path), "s3kv", 1)
-    assert {os.stat(folder).st_mode & 0o777 for folder in (path, path / "v2")} == {0o700}
+    assert {os.stat(folder).st_mode & 0o777 for folder in (path, path / LAYOUT)} == {0o700}
 
 
 @pytest.mark.parametrize("trouble", ["link", "file", "open to others", "another's", "below a file"])

@@ -31,11 +31,11 @@ MIN_AGE_S = 600.0
 DATA = b"\1" * NBYTES
 PLACE = Namespace("s3kv", "a" * 32)
 FOREIGN = (
-    "s3kv/v2/readme.txt",
-    f"s3kv/v2/{'c' * 32}/00/notes",
+    "s3kv/v3/readme.txt",
+    f"s3kv/v3/{'c' * 32}/00/notes",
     "s3kv/doctor/1",
     Namespace("other", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
-    Namespace("s3kv/v2/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
+    Namespace("s3kv/v3/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
     keys.cleaner("other"),
 )
 

@@ -22,11 +22,11 @@ from s3kv.upkeep.sweep import Sweep
 OLD, NEW = Namespace("s3kv", "a" * 32), Namespace("s3kv", "b" * 32)
 FOREIGN = (
     cleaner("s3kv"),
-    "s3kv/v2/readme.txt",
-    f"s3kv/v2/{'c' * 32}/00/notes",
+    "s3kv/v3/readme.txt",
+    f"s3kv/v3/{'c' * 32}/00/notes",
     "s3kv/doctor/1",
     Namespace("other", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
-    Namespace("s3kv/v2/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
+    Namespace("s3kv/v3/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
 )
 
 

@@ -50,12 +50,15 @@ FINE = Host(
     memlock_bytes=None,
     hash_seed="0",
     vllm="0.32.0",
+    decoded_bytes_per_s=2.5e9,
     gpu=H200,
 )
 
 
-def judged(facts: Host, *, workers: int = 1, algorithm: str = "sha256") -> Mapping[str, Finding]:
-    config = Config(bucket="bkt", host_bytes=4 * GIB)
+def judged(
+    facts: Host, *, workers: int = 1, algorithm: str = "sha256", compress: Any = "auto"
+) -> Mapping[str, Finding]:
+    config = Config(bucket="bkt", host_bytes=4 * GIB, compress=compress)
     found = examine(config, facts, workers=workers, algorithm=algorithm)
     return {finding.check: finding for finding in found}
 
@@ -70,6 +73,8 @@ def test_all_is_well() -> None:
         ({"available_bytes": 4 * GIB - 1}, {}, "memory", "fault", "set host_bytes lower"),
         ({"available_bytes": 4 * GIB}, {}, "memory", "ok", ""),
         ({}, {"workers": 5}, "memory", "fault", "set host_bytes lower"),
+        ({"decoded_bytes_per_s": None}, {}, "compression", "ok", ""),
+        ({"decoded_bytes_per_s": None}, {"compress": "on"}, "compression", "fault", "pip install"),
         ({"slab_error": "forbidden"}, {}, "memory", "fault", "allow memfd_create"),
         ({"shm_bytes": None}, {}, "shm", "ok", ""),
         ({"shm_bytes": None}, {"workers": 2}, "shm", "fault", "docker run --shm-size"),

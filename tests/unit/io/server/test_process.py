@@ -22,7 +22,7 @@ from s3kv.io import wire
 from s3kv.messages import BucketJob, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.types import ChunkKey, ItemShape, Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import served
@@ -47,7 +47,7 @@ class GatedStore(MemoryStore):
         self._gate.set()
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         self.begun.append(("get", key))
         place.write(b"part")
@@ -56,7 +56,7 @@ class GatedStore(MemoryStore):
         finally:
             await self.unwound.wait()
             place.write(b"last")
-        return await super().get_into(key, place, claim)
+        return await super().get_into(key, place, receiver)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.begun.append(("put", key))

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from s3kv.errors import StoreUnavailable
-from s3kv.io.sources.hedging import Lateness, Unanswered, hedged
-from s3kv.stores.store import Claim
+from s3kv.io.sources.hedging import Claim, Lateness, Unanswered, hedged
 
 Play = Callable[[Claim], Awaitable[int]]
 

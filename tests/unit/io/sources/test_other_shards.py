@@ -17,15 +17,16 @@ from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.io import wire
 from s3kv.io.sources import chain, other_shards
 from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.objects import envelope
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import Namespace
 from s3kv.objects.rearranging import Pages
 from s3kv.objects.shards import Shard
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.types import ChunkKey, Outcome, TensorSpec
-from tests.unit.io import rig
+from tests.unit.io import compressed, rig
 from tests.unit.io.rig import Worker
 
 NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
@@ -56,8 +57,10 @@ def stored(
     integrity: Integrity = XXH3,
     order: str = "HNC",
     seed: int = 0,
+    shrunk: bool = False,
 ) -> bytes:
-    """The object that a rank with this shard has stored. A byte says its layer, head and place."""
+    """The object that a rank with this shard has stored, compressed if asked. A byte says its
+    layer, head and place."""
     chunk = form(shard, integrity, order)
     data = bytearray(chunk.header_bytes)
     page = TOKENS * CONTENT * 2
@@ -66,6 +69,8 @@ def stored(
             for head in shard.heads:
                 first = seed + 64 * block + 16 * layer + head
                 data += bytes((first + 4 * place) % 251 for place in range(page))
+    if shrunk:
+        return compressed.stored(data[chunk.header_bytes :], block_hash=block_hash, form=chunk)
     chunk.seal(Place.of(data, chunk.header_bytes), block_hash)
     return bytes(data)
 
@@ -98,7 +103,7 @@ class Bucket(MemoryStore):
         await self.put(NAMESPACE.shape(shard.name), Place.of(b""), if_absent=True)
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         shard = key.partition("/g0-")[2].removesuffix(".safetensors")
         self.reads[key] += 1
@@ -110,7 +115,7 @@ class Bucket(MemoryStore):
                 await self.gates[shard].wait()
             if self.failures.get(key):
                 raise self.failures[key].pop(0)
-            return await super().get_into(key, place, claim)
+            return await super().get_into(key, place, receiver)
         finally:
             self.running[shard] -= 1
 
@@ -183,10 +188,18 @@ SIZES = [
 
 @pytest.mark.parametrize("range_bytes", [0, 4096])
 @pytest.mark.parametrize(("shard", "others"), SIZES)
+@pytest.mark.parametrize("shrunk", [False, True], ids=["plain", "compressed"])
 async def test_it_is_put_together_of_what_others_have_stored(
-    bucket: Bucket, shard: Shard, others: list[Shard], range_bytes: int
+    bucket: Bucket,
+    shard: Shard,
+    others: list[Shard],
+    range_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    shrunk: bool,
 ) -> None:
-    await bucket.store(*others)
+    monkeypatch.setattr(envelope, "LEAST_PAYLOAD_BYTES", 0)
+    await bucket.store(*others, shrunk=shrunk)
     for name in ("whole", "h0-9of4-l0-1of2", "zz", "h0-0of9-l0-0of1"):  # no shards of this
         await bucket.put(f"{NAMESPACE.shapes}{name}", Place.of(b""), if_absent=False)
     async with reading(bucket, shard, range_bytes=range_bytes) as reader:

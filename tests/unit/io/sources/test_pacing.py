@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from functools import partial
+from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreThrottled
+from s3kv.io.sources.arrival import Arrival
+from s3kv.io.sources.hedging import Claim
 from s3kv.io.sources.pacing import Pacing, Window
 from s3kv.place import Place
+from s3kv.stores.store import ObjectInfo
 
 
 def test_one_overload_halves_it_once_and_it_never_closes() -> None:
@@ -74,6 +78,17 @@ class LateStore(MemoryStore):
         await super().begin(verb, key)
 
 
+async def read(
+    pacing: Pacing, store: MemoryStore, key: str, buffer: Any, **when: float
+) -> ObjectInfo | None:
+    place = Place.of(buffer)
+
+    def request(claim: Claim) -> Awaitable[ObjectInfo | None]:
+        return store.get_into(key, place, Arrival(claim, lambda _: place))
+
+    return await pacing.read(request, **when)
+
+
 async def paced() -> tuple[Pacing, LateStore]:
     """A pacing that knows what is late, and a store with an object."""
     store = LateStore()
@@ -82,7 +97,7 @@ async def paced() -> tuple[Pacing, LateStore]:
     for number in range(32):
         await store.put(f"{number}", Place.of(b"here"), if_absent=True)
         store.reads.append(f"{number}")
-        await pacing.read(partial(store.get_into, f"{number}", Place.of(bytearray(4))))
+        await read(pacing, store, f"{number}", bytearray(4))
     store.reads.clear()
     return pacing, store
 
@@ -90,7 +105,7 @@ async def paced() -> tuple[Pacing, LateStore]:
 async def test_a_late_read_is_sent_a_second_time() -> None:
     pacing, store = await paced()
     buffer = memoryview(bytearray(4))
-    info = await asyncio.wait_for(pacing.read(partial(store.get_into, "k", Place.of(buffer))), 5)
+    info = await asyncio.wait_for(read(pacing, store, "k", buffer), 5)
     assert info.nbytes == 4
     assert bytes(buffer) == b"here"
     assert (store.reads, pacing.hedges, pacing.hedges_won) == (["k", "k"], 1, 1)
@@ -108,9 +123,9 @@ async def test_no_second_request_when_nobody_waits_or_the_store_throttles(thrott
             await pacing.send(throttled)
         assert (pacing.throttled, pacing.window.size) == (1, 4)
     until_s = math.inf if throttles else asyncio.get_running_loop().time()
-    read = pacing.read(partial(store.get_into, "k", Place.of(bytearray(4))), until_s=until_s)
+    late = read(pacing, store, "k", bytearray(4), until_s=until_s)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(read, 0.3)
+        await asyncio.wait_for(late, 0.3)
     assert (store.reads, pacing.hedges) == (["k"], 0)
 
 

@@ -20,7 +20,7 @@ from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo, Receiver, landing
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker
@@ -50,13 +50,13 @@ class Bucket(MemoryStore):
         """What the object is replaced with after the next ranges have been answered."""
 
     async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         self.reads[None] += 1
-        return await super().get_into(key, place, claim)
+        return await super().get_into(key, place, receiver)
 
     async def get_range(
-        self, key: str, first: int, place: Place, claim: Claim | None = None
+        self, key: str, first: int, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
         self.reads[first] += 1
         self.running += 1
@@ -65,11 +65,12 @@ class Bucket(MemoryStore):
             await self.gate.wait()
             if self.failures.get(first):
                 raise self.failures[first].pop(0)
-            return await super().get_range(key, first, place, claim)
+            return await super().get_range(key, first, place, receiver)
         except asyncio.CancelledError:
             await self.unwound.wait()
-            if claim is None or claim():
-                place.write(bytes(place.nbytes))
+            memory = landing(place, receiver, place.nbytes, rig.FORMAT.object_bytes)
+            if memory is not None:
+                memory.write(bytes(memory.nbytes))
             raise
         finally:
             self.running -= 1
@@ -215,16 +216,34 @@ async def test_the_second_reading_of_a_bad_object_is_whole(
             assert bucket.reads[None] == times
 
 
-async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket) -> None:
-    bucket.hold(KEY, rig.sealed(1))
+def refuse_ranges(bucket: Bucket) -> None:
     firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
     bucket.failures = {first: [StoreUnranged("200")] * 9 for first in firsts}
+
+
+async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket) -> None:
+    bucket.hold(KEY, rig.sealed(1))
+    refuse_ranges(bucket)
     async with fetching(bucket) as worker:
         for _ in range(3):
             assert (await fetched(worker)).outcome is Outcome.OK
         assert bytes(worker.slot(3)) == rig.sealed(1)
         assert bucket.reads.pop(None) == 3
         assert set(bucket.reads.values()) <= {1}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, rig.FORMAT.object_bytes])
+async def test_a_bad_object_tells_of_a_store_without_ranges(bucket: Bucket, nbytes: int) -> None:
+    """An empty one does not: it ends before the first range."""
+    bucket.hold(KEY, (rig.sealed(1)[:-2] + b"xx")[:nbytes])
+    refuse_ranges(bucket)
+    async with fetching(bucket) as worker:
+        assert (await fetched(worker)).outcome is Outcome.CORRUPT
+        bucket.reads.clear()
+        bucket.failures.clear()
+        worker.say(rig.fetch(4, number=4))
+        assert (await worker.done(1))[4].outcome is Outcome.MISSING
+        assert (None in bucket.reads) is (nbytes > 0)
 
 
 async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket) -> None:

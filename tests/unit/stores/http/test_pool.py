@@ -20,15 +20,14 @@ from s3kv.stores.http.exchange import Request, Response
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.threads import ThreadedPool
 from s3kv.stores.http.watch import Patience
-from s3kv.stores.store import Claim
 from tests import servers
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 GET = Request("GET", "/k", {"Host": "test"})
 
 
-def get(buffer: bytearray | memoryview, claim: Claim | None = None) -> Request:
-    return replace(GET, into=Place.of(buffer), claim=claim)
+def get(buffer: bytearray | memoryview) -> Request:
+    return replace(GET, into=Place.of(buffer))
 
 
 def put(body: bytes | memoryview) -> Request:

@@ -15,6 +15,7 @@ from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.threads import ThreadedPool, threads_on
 from tests import servers
 from tests.unit.stores.http.test_pool import GET, Reader, Writer, ok, patience
+from tests.unit.stores.suite import Recorder
 
 
 def names() -> list[str]:
@@ -36,25 +37,31 @@ def test_a_thread_for_every_four_cores_and_at_most_four(cores: int, count: int) 
 
 
 async def test_requests_at_once_are_served_by_several_threads_which_end_with_the_pool() -> None:
-    claimed: list[int] = []
+    begun, progressed = set[int](), set[int]()
 
     async def handle(reader: Reader, writer: Writer) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(ok(b"abc"))
 
-    def claim() -> bool:
-        claimed.append(threading.get_ident())
-        return True
+    class Noting(Recorder):
+        def begin(self, nbytes: int) -> Place | None:
+            begun.add(threading.get_ident())
+            return super().begin(nbytes)
+
+        def arrived(self, nbytes: int) -> None:
+            progressed.add(threading.get_ident())
 
     async with servers.scripted_server(handle) as port:
         pool = threaded(port, 3)
         assert len(names()) == 3
         into = [bytearray(3) for _ in range(3)]
-        asked = [replace(GET, into=Place.of(buffer), claim=claim) for buffer in into]
+        places = [Place.of(buffer) for buffer in into]
+        asked = [replace(GET, into=place, receiver=Noting(place)) for place in places]
         answers = await asyncio.gather(*(pool.request(request) for request in asked))
         assert [answer.nbytes for answer in answers] == [3, 3, 3]
         assert into == [b"abc"] * 3
-        assert len({*claimed, threading.get_ident()}) == 4
+        assert begun == progressed
+        assert len(begun | {threading.get_ident()}) == 4
         await pool.close()
     assert names() == []
 

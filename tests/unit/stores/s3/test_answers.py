@@ -15,10 +15,10 @@ from s3kv.stores.s3.answers import (
     Call,
     error_about,
     info_of,
+    length_of,
     read_deletion,
     read_error,
     read_page,
-    whole_of,
 )
 
 CALL = Call("s3:GetObject", "bkt", "some/key", "http://host:1", "us-east-1")
@@ -144,4 +144,4 @@ def test_a_range_with_thousands_of_digits_is_no_range() -> None:
     """Python refuses to make a number of them."""
     headers = {"content-range": f"bytes 0-4/{'9' * 5000}"}
     with pytest.raises(StoreUnranged):
-        whole_of(CALL, 0, 5, 5, headers)
+        length_of(CALL, "bytes=0-4", 5, headers)

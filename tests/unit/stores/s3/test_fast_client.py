@@ -20,6 +20,7 @@ from s3kv.stores.s3.s3_store import DELETES_AT_ONCE
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from tests import servers
 from tests.unit.stores.s3.conftest import OpenStore
+from tests.unit.stores.suite import Recorder
 
 CALLS: list[tuple[str, Callable[[ObjectStore], Awaitable[Any]]]] = [
     ("s3:GetObject", lambda store: store.get_into("k", Place.of(bytearray(10)))),
@@ -39,13 +40,18 @@ CALLS: list[tuple[str, Callable[[ObjectStore], Awaitable[Any]]]] = [
         b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/9\r\n\r\n",
         b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-5/*\r\n\r\n",
         b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-4/5\r\n\r\n",
+        b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-6/9\r\n\r\n",
     ],
 )
 async def test_an_answer_that_is_not_the_range(s3_store: OpenStore, answer: bytes) -> None:
+    """Nothing of it is written."""
+    place = Place.of(bytearray(4))
+    receiver = Recorder(place)
     async with servers.canned(b"HTTP/1.1 " + answer + b"data") as at, s3_store(at.url) as store:
         with pytest.raises(StoreUnranged):
-            await store.get_range("k", 2, Place.of(bytearray(4)))
+            await store.get_range("k", 2, place, receiver)
     assert "range: bytes=2-5" in at.heads[0].lower()
+    assert (bytes(place), receiver.begun) == (bytes(4), [])
 
 
 @pytest.mark.parametrize(("action", "call"), CALLS)

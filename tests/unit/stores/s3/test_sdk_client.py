@@ -24,7 +24,7 @@ from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from tests import servers
 from tests.servers import REAL_SERVERS
-from tests.unit.stores.suite import ODD_NAMES, pattern
+from tests.unit.stores.suite import ODD_NAMES, Recorder, apart, pattern
 
 SEED = int(os.environ.get("S3KV_SEED", "20261122"))
 STEPS = 150
@@ -57,7 +57,7 @@ class Script:
     async def step(self) -> Any:
         """One operation. What it returned, without what differs from one root or second to another,
         or the error it raised."""
-        reads = (self._get, self._hedge, self._head, self._list, self._folders)
+        reads = (self._get, self._range, self._hedge, self._head, self._list, self._folders)
         writes = (self._put, self._put, self._refresh, self._delete, self._delete_many)
         operation = self._rng.choice((*reads, *writes))
         try:
@@ -94,17 +94,19 @@ class Script:
         return [info, bytes(memory[: info.nbytes]) if fits and info else None]
 
     async def _hedge(self) -> Any:
-        """A read whose buffer another one has."""
-        buffer = memoryview(bytearray(b"\xee" * 600_000))
-        asked: list[None] = []
+        """A read whose place another one has."""
+        place, other = apart(600_000), Recorder(None)
+        await self._store.get_into(self._key(), place, other)
+        assert bytes(place) == b"\xee" * place.nbytes
+        return other.begun, other.seen
 
-        def claim() -> bool:
-            asked.append(None)
-            return False
-
-        await self._store.get_into(self._key(), Place.of(buffer), claim)
-        assert buffer == b"\xee" * len(buffer)
-        return len(asked)
+    async def _range(self) -> Any:
+        """A read of a part, to the end of a larger place."""
+        first, nbytes = self._rng.choice([0, 1, 999, 69_000]), self._rng.choice([1, 1000, 300_000])
+        place = apart(nbytes + 5000)
+        receiver = Recorder(place.cut(5000, place.nbytes))
+        info = await self._store.get_range(self._key(), first, place.cut(0, nbytes), receiver)
+        return info, receiver.begun, bytes(place)
 
     async def _head(self) -> Any:
         return await self._store.head(self._key())

@@ -1,0 +1,137 @@
+"""What compression does to a real vLLM engine: `python -m benchmarks.compressed [--links 100 1000
+0] [--busy] [--large] [--json FILE]`.
+
+Prompts and engines as in `benchmarks.engine`, on a server with the shape of S3, at several rates of
+the link. First bytes take 30 ms each, without S3's tail, which would hide what the link does. Every
+round, at each rate (MB/s; 0: no limit), starts five engines one after another:
+
+    cold-off    computes prompts, saves, uploads plain objects
+    warm-off    a new engine, with `compress: auto`, on those: it learns the speed of the link, and
+    cold-auto   then computes other prompts, and uploads them as it sees fit
+    warm-auto   a new engine on these
+    cold-on     computes the first prompts again, and uploads compressed objects
+    warm-on     a new engine on those
+
+With `--busy`, two processes compute without end beside all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deadline import begin, ends, say
+from benchmarks.rig import LARGE, SMALL, Size, Store, connector, machine, publish, s3, warm_engine
+from benchmarks.shaped import Shape, add_options
+from lab.engine import Engine
+from lab.models import build, prompts
+
+BUSY = [sys.executable, "-c", "while True: pass"]
+
+
+class Bench:
+    """Rounds at one rate of the link."""
+
+    def __init__(self, folder: Path, store: Store, size: Size) -> None:
+        self._folder, self._store, self._size = folder, store, size
+        self._model = build(folder, size.preset)
+        self._first, self._second = (
+            prompts(size.prompts, size.prompt_tokens, seed=seed) for seed in (7, 8)
+        )
+        self._seconds: dict[str, list[float]] = {}
+        self._hits: set[int | None] = set()
+
+    @contextmanager
+    def _engine(self, mode: str, prefix: str) -> Iterator[Engine]:
+        say(f"engine with compress {mode}")
+        settings = self._store.settings | {"compress": mode}
+        ours = connector(settings, prefix, self._size.host_gib)
+        log = self._folder / f"{mode}.log"
+        with warm_engine(self._model, log, ours, self._store.env, size=self._size) as engine:
+            yield engine
+
+    def _pass(self, name: str, engine: Engine, asked: Sequence[Any]) -> None:
+        answers = engine.generate(asked)
+        self._seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
+        if name.startswith("warm"):
+            self._hits |= {answer.cached_tokens for answer in answers}
+
+    def round(self) -> None:
+        prefix = f"bench/{uuid.uuid4().hex[:8]}"
+        with self._engine("off", prefix) as engine:
+            self._pass("cold-off", engine, self._first)
+        with self._engine("auto", prefix) as engine:
+            self._pass("warm-off", engine, self._first)
+            self._pass("cold-auto", engine, self._second)
+        with self._engine("auto", prefix) as engine:
+            self._pass("warm-auto", engine, self._second)
+        with self._engine("on", f"{prefix}-on") as engine:
+            self._pass("cold-on", engine, self._first)
+        with self._engine("on", f"{prefix}-on") as engine:
+            self._pass("warm-on", engine, self._first)
+
+    def result(self) -> dict[str, Any]:
+        ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self._seconds.items()}
+        best = min(ms["warm-on"], ms["warm-off"])
+        return {
+            "median_ms": ms,
+            "warm_on_over_off": round(ms["warm-on"] / ms["warm-off"], 3),
+            "warm_auto_over_best": round(ms["warm-auto"] / best, 3),
+            "cold_on_over_off": round(ms["cold-on"] / ms["cold-off"], 3),
+            "cold_auto_over_off": round(ms["cold-auto"] / ms["cold-off"], 3),
+            "tokens_hit_of_prompt": sorted(map(str, self._hits)),
+        }
+
+
+@ends(900)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--links", type=float, nargs="+", default=[100.0, 1000.0, 0.0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--busy", action="store_true", help="two processes compute beside it")
+    parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
+    parser.add_argument("--quick", action="store_true", help="few prompts")
+    parser.add_argument("--json", type=Path)
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    options.shaped, options.weed, options.tls = True, False, False
+    size = LARGE if options.large else SMALL
+    size = size.quick() if options.quick else size
+    links: dict[str, Any] = {}
+    told: dict[str, Any] = {}
+    for link in options.links:
+        options.host_mb_s, options.sigma = link, 0.0
+        options.connection_mb_s = Shape().connection_mb_s if link else 0.0
+        with s3(options) as store, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            begin(f"{store.name} at {link:g} MB/s", 5 * options.rounds * size.give_up_s)
+            for _ in range(2 * options.busy):
+                stack.callback(subprocess.Popen(BUSY).kill)
+            bench = Bench(Path(folder), store, size)
+            for number in range(options.rounds):
+                say(f"round {number + 1} of {options.rounds}")
+                bench.round()
+            links[f"{link:g}"] = bench.result()
+            told = store.told()
+    publish(
+        {
+            "benchmark": "compressed",
+            **told,
+            "machine": machine(),
+            "prompts": size.told(),
+            "busy": options.busy,
+            "links_mb_s": links,
+        },
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
