@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lab.s3 import S3Server
 from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.envelope import Decoding, Envelope
@@ -26,6 +27,13 @@ def plain_of(data: bytes | bytearray) -> bytes | bytearray:
     assert reason is None, f"a compressed object is refused: {reason}"
     chunk.seal(place, header.block_hash)
     return bytes(place)
+
+
+def plain_bytes(s3: S3Server, bucket: str) -> int:
+    """Bytes of all objects of a bucket, each in its plain form."""
+    client = s3.client()
+    answers = (client.get_object(Bucket=bucket, Key=key) for key in s3.objects(bucket))
+    return sum(len(plain_of(answer["Body"].read())) for answer in answers)
 
 
 def opened(

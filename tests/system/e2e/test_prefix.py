@@ -33,7 +33,7 @@ from tests.system.e2e.conftest import (
     patient_for,
     tokens,
 )
-from tests.system.forms import plain_of
+from tests.system.forms import plain_bytes, plain_of
 
 PROMPTS = models.prompts(4, 800)
 CHUNKS = 6
@@ -102,7 +102,7 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
         assert done == {
             "fetches": all_chunks,
             "fetch_ok": all_chunks,
-            "fetch_bytes": sum(rig.s3.objects(bucket).values()),
+            "fetch_bytes": plain_bytes(rig.s3, bucket),
             "hit_tokens_bucket": 4 * HIT,
             **LOADED,
         }
