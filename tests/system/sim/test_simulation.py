@@ -33,7 +33,7 @@ from tests.system.sim.runs import Failure, run_seeds, try_seeds
 
 ROOT = Path(__file__).parents[3]
 CORE_SEEDS = 100
-SEEDS = {"plain": 800, "kept": 20, "shared": 180, "tiers": 150, "disks": 80}
+SEEDS = {"plain": 800, "kept": 20, "shared": 180, "tiers": 150, "disks": 160}
 """By kind of fleet: a thousand for each change."""
 NIGHTLY_SEEDS = {
     "plain": 100_000,
