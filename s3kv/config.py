@@ -217,7 +217,7 @@ class Config:
     compress: Literal["auto", "on", "off"] = "auto"
     """Compress chunks for the bucket, without loss; needs the extra compression (blosc2). auto:
     where it is installed, and the bucket is not nearly as fast as this host decodes. Where it is
-    installed, chunks of either form are read with every setting. See docs/objects.md."""
+    installed, chunks of either form are read with every setting. See docs/compression.md."""
 
     max_wait_ms: NotNegative = 10_000
     """Longest wait of a request for the bucket. It ends earlier if computing the rest is expected

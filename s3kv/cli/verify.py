@@ -275,7 +275,7 @@ def _print(found: Verification) -> None:
     if found.undecoded:
         told = f"{count(found.undecoded, 'compressed object')} cannot be judged without blosc2"
         console.print(Text(told, "yellow"))
-        console.print("→ pip install 'vllm-s3kv[compression]'", markup=False)
+        console.print(f"→ {compression.REMEDY}", markup=False)
     told = f"{count(found.checked, 'object')} ({show.size(found.nbytes)}) read, "
     told += f"{len(found.damaged):,} damaged"
     if found.misread:

@@ -80,15 +80,12 @@ class Compressor:
         if envelope is None or codec is None or self._mode == "off":
             yield job.place
             return
-        if not self._is_worth_it():
-            self.counters["io_left_plain|fast_wire"] += 1
-            yield job.place
-            return
-        buffer = None
-        if self._waiting < self._most_waiting and not self.in_hurry:
-            buffer = self._memory.take(job.nbytes)
+        buffer, why = None, "fast_wire"
+        if self._is_worth_it():
+            is_free = self._waiting < self._most_waiting and not self.in_hurry
+            buffer, why = self._memory.take(job.nbytes) if is_free else None, "busy"
         if buffer is None:
-            self.counters["io_left_plain|busy"] += 1
+            self.counters[f"io_left_plain|{why}"] += 1
             yield job.place
             return
         try:
@@ -136,7 +133,7 @@ class Compressor:
         worth_it = pays(wire, decoding, before=self._pays)
         if worth_it is not self._pays:
             self._pays = worth_it
-            said = "compress is auto: objects are now %s (bucket %.2f GB/s, decoding %.2f)"
+            said = "compress is auto: objects are now %s (bucket %.2f GB/s, decoding %.2f GB/s)"
             how = "compressed" if worth_it else "uploaded plain"
             _log.info(said, how, (wire or 0.0) / 1e9, decoding / 1e9)
         return worth_it
@@ -149,12 +146,13 @@ class Compressor:
 
 
 def open_compressor(config: Config, clock: Callable[[], float]) -> Compressor:
-    """The compressor that the settings ask for. Imports the codec and measures its speed, which
-    takes some tenths of a second. Raises `ConfigError` if `compress` is "on" and there is none."""
+    """The compressor that the settings ask for. Imports the codec, whose objects are read with
+    every setting, which takes some tenths of a second. Raises `ConfigError` if `compress` is "on"
+    and there is none."""
     found = compression.codec() if config.integrity != "none" else None
     if found is None:
         if config.compress == "on":
-            raise ConfigError(f"compress is 'on', and {compression.NO_CODEC}, or allow 'auto'")
+            raise ConfigError(f"compress is 'on', and {compression.NO_CODEC}, or set 'auto'")
         return Compressor("off", Decoder(clock))
     executor = ThreadPoolExecutor(DECODING_THREADS, "s3kv-decode")
     decoder = Decoder(clock, found, executor, seals=config.disk_path is not None)
@@ -164,5 +162,5 @@ def open_compressor(config: Config, clock: Callable[[], float]) -> Compressor:
         ThreadPoolExecutor(ENCODING_THREADS, "s3kv-encode"),
         encoders=ENCODING_THREADS,
         threads=DECODING_THREADS,
-        bytes_per_s=compression.decoding_speed(found, clock),
+        bytes_per_s=compression.decoding_speed(found, clock) if config.compress == "auto" else 1.0,
     )
