@@ -11,7 +11,7 @@ import pytest
 from s3kv.connectors.log import PromptTraffic
 from s3kv.connectors.telemetry import EC_SHARES, KV_SHARES, TIER_SHARES, Meter, Telemetry
 from s3kv.metrics import EC_METRICS, KV_METRICS, TIER_METRICS
-from s3kv.stores.traffic import ANSWERS, VERBS
+from s3kv.objects.compression import PLAIN_REASONS
 from s3kv.types import Outcome, Tally
 from tests.project import ROOT
 
@@ -35,7 +35,7 @@ COMPOSED = {
     "{end.kind.value}_bytes": {"fetch_bytes", "upload_bytes"},
     "fetch_corrupt_{end.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
     "hit_rows_{tier}": {"hit_rows_bucket", "hit_rows_host"},
-    "io_requests|{name}": {f"io_requests|{verb}|{answer}" for verb in VERBS for answer in ANSWERS},
+    "io_left_plain|{why}": {f"io_left_plain|{why}" for why in PLAIN_REASONS},
 }
 """Names of counters that the sources compose: the expression, and its values."""
 PASSED_ON = {"name", "counter", "ends.counters", "io - self._io_reported", "report.counters"}
