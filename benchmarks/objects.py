@@ -5,8 +5,9 @@ and every figure is the median over the rounds. `ratio` is the row's MB/s over t
 blocking sockets in threads in the same round, which is what this machine and this server can give;
 `cpu_s_per_gib` is the client process's processor time while bytes moved, and `cpu_us_per_request`
 the same by request. "raw get alone" is one such socket in one thread: threads of Python cost
-processor time when they take turns. The rows "get aiobotocore" and "put aiobotocore" go through
-AWS's SDK instead of our own client. Credentials are botocore's.
+processor time when they take turns. "get encrypted" and "put encrypted" are "get" and "put" with
+AES-GCM. The rows "get aiobotocore" and "put aiobotocore" go through AWS's SDK instead of our own
+client. Credentials are botocore's.
 """
 
 from __future__ import annotations
@@ -34,17 +35,23 @@ from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
 from benchmarks.sockets import RawConnection, exchange_all, raw_get, raw_put
 from s3kv.config import Config
+from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.encryption import Keyring
+from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
-from s3kv.types import TensorSpec
+from s3kv.stores.store import ObjectStore
+from s3kv.types import ChunkKey, TensorSpec
 
 AT_ONCE = 8
 HASH = bytes(32)
-KEYS = [f"s3kv-benchmark/{i}" for i in range(AT_ONCE)]
+NAMESPACE = Namespace("s3kv-benchmark", "0" * 32)
+KEYS = [NAMESPACE.chunk(ChunkKey(0, bytes([i] * 32)), "whole") for i in range(AT_ONCE)]
+MASTER = bytes(range(32))
 ROWS = (
-    *("raw get", "raw get alone", "get", "get asyncio", "get checked", "get aiobotocore"),
-    *("raw put", "put", "put asyncio", "put aiobotocore"),
+    *("raw get", "raw get alone", "get", "get asyncio", "get checked", "get encrypted"),
+    *("get aiobotocore", "raw put", "put", "put asyncio", "put encrypted", "put aiobotocore"),
 )
 
 
@@ -72,7 +79,9 @@ async def ours(
     name: str, url: str, bucket: str, requests: int, buffers: list[memoryview], chunk: ChunkFormat
 ) -> tuple[float, float]:
     client: Literal["aiobotocore", "fast"] = "aiobotocore" if "aiobotocore" in name else "fast"
-    store = open_store(Config(bucket=bucket, endpoint_url=url, client=client))
+    store: ObjectStore = open_store(Config(bucket=bucket, endpoint_url=url, client=client))
+    if "encrypted" in name:
+        store = EncryptedStore(store, Keyring([MASTER]))
     left = list(range(requests))
 
     async def work(key: str, buffer: memoryview) -> None:
@@ -149,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         begin(store.name, ROW_S * len(ROWS) * args.rounds)
         args.url, args.bucket = store.url, store.bucket
         os.environ |= store.env
-        row("put", args.url, args.bucket, AT_ONCE, chunk)
+        for name in ("put", "put encrypted"):
+            row(name, args.url, args.bucket, AT_ONCE, chunk)
         rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
         result = {
             "benchmark": "objects",

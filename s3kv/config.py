@@ -3,14 +3,13 @@
 The keys are those of `kv_connector_extra_config` and `ec_connector_extra_config`: one class serves
 both connectors. A setting's annotation says what is allowed, and msgspec holds each value to it.
 The package takes its settings from here alone (botocore reads its own environment variables for
-credentials and region). The only secret, that of `integrity`, is never a field: it is read when it
-is needed.
+credentials and region). Secrets, those of `integrity` and `encryption`, are never fields:
+`s3kv.secrets` reads them when they are needed.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from s3kv.errors import ConfigError
 
 SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
 """The environment variable that holds the secret of `integrity` if no file does."""
-_SECRET_MIN_BYTES = 16
+KEYS_VARIABLE = "S3KV_ENCRYPTION_KEYS"
+"""The environment variable that holds the master keys of `encryption` if no file does."""
 _STAGING_BYTES = 64 * 2**20
 MAX_INFLIGHT_BYTES = 2**30
 """Most bytes of objects that one worker fetches or uploads at once."""
@@ -171,6 +171,14 @@ class Config:
     """File with the secret of blake3-keyed, 16 bytes or more, the same on all instances. Without it
     the secret is in the environment variable S3KV_INTEGRITY_SECRET."""
 
+    encryption: Literal["off", "aes-gcm"] = "off"
+    """Encrypt objects and their names, in the bucket and on the disk (AES-256-GCM); needs the extra
+    encryption (cryptography). Give all instances the same keys. See docs/encryption.md."""
+    encryption_keys_file: str | None = None
+    """File with the master keys of aes-gcm, one per line: 64 hex digits, or kms: and a data key
+    that AWS KMS decrypts. The first key encrypts, all decrypt. Without it the keys are in the
+    environment variable S3KV_ENCRYPTION_KEYS."""
+
     refresh_after_s: Seconds = 0.0
     """Age after which uses begin to renew an object (every use does from 1.25 times that age on),
     by a copy onto itself within the store that no request waits for. Uses in host memory and on the
@@ -272,29 +280,6 @@ class Config:
     def fetches_at_once(self, object_bytes: int) -> int:
         """Most objects of `object_bytes` that one worker fetches at once."""
         return max(1, min(self.max_inflight_requests, MAX_INFLIGHT_BYTES // object_bytes))
-
-    def read_integrity_secret(self) -> bytes:
-        """The secret of integrity "blake3-keyed", without white space at its ends.
-
-        Raises `ConfigError`, which names the place of the secret and no part of it.
-        """
-        path = self.integrity_secret_file
-        if path is None:
-            where = f"the environment variable {SECRET_VARIABLE}"
-            secret = os.environ.get(SECRET_VARIABLE, "").encode()
-        else:
-            where = f"integrity_secret_file {path!r}"
-            try:
-                secret = Path(path).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
-        secret = secret.strip()
-        if len(secret) < _SECRET_MIN_BYTES:
-            raise ConfigError(
-                f"integrity is 'blake3-keyed', and {where} holds {len(secret)} bytes: allowed are "
-                f"{_SECRET_MIN_BYTES} random bytes or more, such as `openssl rand -hex 32` prints"
-            )
-        return secret
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: str = "the settings") -> Config:

@@ -71,6 +71,7 @@ _REFUSED: Mapping[str, str] = {
     "algorithm": "Objects sealed in another integrity mode",
     "digest": "Objects whose digest does not fit: damaged, or forged",
     "codec": "Compressed objects that this installation cannot decode: it has no blosc2",
+    "encryption": "Encrypted objects that do not decrypt: moved, damaged or forged",
     "quarantined": "Objects not requested because they are known to be bad",
 }
 """The parts of `fetch_corrupt` (`headers.Mismatch`); and, not part of it, the objects without a

@@ -76,8 +76,9 @@ less where that would take ten seconds); `--bandwidth` with the length of your c
 for your model. If `bucket_bytes` or `bucket_idle_s` is set, it also says that this engine cannot
 keep the bucket to it. With `disk_path` it makes that directory, and measures the disk: it writes
 four files of 8 MiB, each with an fsync, and reads each back from the disk. They have no name, so
-nothing is left behind. With `--read-only` it does neither. A warning means that the cache works
-less well; the exit code is 0.
+nothing is left behind. With `--read-only` it does neither. With `encryption` it reads the master
+keys, those that KMS decrypts too, and encrypts three segments of 1 MiB to measure how fast one
+thread is. A warning means that the cache works less well; the exit code is 0.
 `tests/unit/cli/doctor/test_faults.py` shows its answer to each fault, on moto, SeaweedFS and Ceph
 RGW: no bucket, no credentials, wrong ones, each missing permission, the wrong region, a wrong
 clock, path style only, no conditional PUT, checksums refused, no server. `test_host.py` beside it

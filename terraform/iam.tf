@@ -82,6 +82,16 @@ data "aws_iam_policy_document" "access" {
       }
     }
   }
+
+  dynamic "statement" {
+    for_each = var.encryption_key ? [1] : []
+
+    content {
+      sid       = "DataKeys"
+      actions   = ["kms:Decrypt"]
+      resources = local.data_keys_arns
+    }
+  }
 }
 
 resource "aws_iam_policy" "access" {

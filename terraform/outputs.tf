@@ -23,6 +23,21 @@ output "cleaner_policy_arn" {
   value       = one([for name, policy in aws_iam_policy.access : policy.arn if name == "cleaner"])
 }
 
+output "encryption_key_arn" {
+  description = "ARN of the KMS key for data keys. Null unless `encryption_key` is on."
+  value       = one(aws_kms_key.data_keys[*].arn)
+}
+
+output "encryption_key_alias" {
+  description = "Name of the same key for `aws kms generate-data-key-without-plaintext --key-id`. Null unless `encryption_key` is on."
+  value       = one(aws_kms_alias.data_keys[*].name)
+}
+
+output "data_keys_policy_arn" {
+  description = "Managed policy to attach to whoever makes data keys, who cannot decrypt them. Null unless `encryption_key` is on."
+  value       = one(aws_iam_policy.data_keys[*].arn)
+}
+
 output "role_arns" {
   description = "ARNs of the roles for EKS, by the names in `pod_identities` and `irsa`. IRSA wants them as the annotation `eks.amazonaws.com/role-arn` of the service account."
   value       = { for name, role in aws_iam_role.eks : name => role.arn }

@@ -85,6 +85,13 @@ variable "kms_key_arn" {
   }
 }
 
+variable "encryption_key" {
+  description = "Create a KMS key for s3kv's setting `encryption`. It encrypts data keys: readers, writers and cleaners may decrypt them, and whoever makes them may not. The key costs a dollar a month."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
 variable "force_destroy" {
   description = "Let `terraform destroy` delete the objects as well. They are a cache: everything in them can be computed again."
   type        = bool
@@ -320,7 +327,8 @@ locals {
   # Those of s3kv/config.py, less those of the bucket.
   setting_names = [
     "addressing_style", "bucket_bytes", "bucket_idle_s", "ca_bundle", "chunk_tokens", "client",
-    "compress", "disk_bytes", "disk_path", "disk_writes", "drain_timeout_s", "endpoint_url", "host_bytes", "integrity", "integrity_secret_file",
+    "compress", "disk_bytes", "disk_path", "disk_writes", "drain_timeout_s", "encryption", "encryption_keys_file",
+    "endpoint_url", "host_bytes", "integrity", "integrity_secret_file",
     "max_inflight_requests", "max_wait_ms", "model_id", "on_unavailable",
     "put_headers", "refresh_after_s", "request_timeout_ms", "share_ranks", "trust_media_names",
     "verify_tls", "weights_digest",

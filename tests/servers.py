@@ -50,6 +50,22 @@ def moto_server() -> Iterator[str]:
         server.stop()
 
 
+def data_key(url: str, **how: Any) -> bytes:
+    """A data key that a new key of the KMS at `url`, a server of moto, has encrypted. how: of
+    GenerateDataKeyWithoutPlaintext; otherwise 32 bytes."""
+    kms = boto3.client(
+        "kms",
+        endpoint_url=url,
+        region_name=REGION,
+        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+    )
+    made = kms.create_key()["KeyMetadata"]["KeyId"]
+    how = how or {"KeySpec": "AES_256"}
+    told: bytes = kms.generate_data_key_without_plaintext(KeyId=made, **how)["CiphertextBlob"]
+    return told
+
+
 def boto_client(url: str, keys: dict[str, str]) -> Any:
     """A second opinion: an S3 client that shares no code with ours."""
     return boto3.client(

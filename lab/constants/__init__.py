@@ -28,6 +28,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     "barred_s": ("s3kv.io.sources.quarantine:BARRED_S",),
     "compressed_segment_bytes": ("s3kv.objects.envelope:SEGMENT_BYTES",),
     "bucket_min_age_s": ("s3kv.upkeep.housekeeping:MIN_AGE_S",),
+    "encrypted_segment_bytes": (
+        "s3kv.io.sources.encrypted_store:SEGMENT_BYTES",
+        "s3kv.io.sources.ranges:SEGMENT_BYTES",
+        "s3kv.objects.encryption:SEGMENT_BYTES",
+    ),
     "hedge_percent": ("s3kv.io.sources.bucket:HEDGE_PERCENT",),
     "least_compressed_bytes": ("s3kv.objects.envelope:LEAST_PAYLOAD_BYTES",),
     "max_attempts": ("s3kv.io.sources.bucket:MAX_ATTEMPTS",),

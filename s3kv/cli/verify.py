@@ -3,7 +3,7 @@
 An object that does not verify is read a second time, because the damage may be in the reading. An
 object that cannot be judged with the settings at hand (another integrity mode, another secret), or
 without the package that decodes it, does not count as damaged, because it is sound to the engines
-it belongs to.
+it belongs to. An encrypted object is not read: it takes its prompt to open it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Damage:
 class Verification:
     """The result of a run. gone: objects deleted or replaced since they were listed. misread: those
     right only when read a second time. unjudged: by namespace, those with another integrity
-    than that of the settings. undecoded: compressed objects, where nothing decodes them."""
+    than that of the settings. undecoded: compressed objects, where nothing decodes them. encrypted:
+    encrypted objects, which are not read."""
 
     checked: int = 0
     nbytes: int = 0
@@ -65,6 +66,7 @@ class Verification:
     damaged: list[Damage] = field(default_factory=list)
     unjudged: dict[str, int] = field(default_factory=dict)
     undecoded: int = 0
+    encrypted: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -92,9 +94,10 @@ def verify(
     Reads all objects, those whose keys begin with KEY, or a --sample of them, and verifies each
     against its key as an engine with these settings would; an object that does not verify is read
     twice. Namespaces with another integrity than the settings (--set integrity=…, and the secret)
-    are named and left alone; compressed objects are counted and left alone if blosc2 is missing. To
-    an engine a damaged object is a miss; after --delete it is saved again the next time it is
-    computed. Reading costs money per request, and per byte if the bucket is in another region.
+    are named and left alone; encrypted objects are counted and left alone, and so are compressed
+    ones if blosc2 is missing. To an engine a damaged object is a miss; after --delete it is saved
+    again the next time it is computed. Reading costs money per request, and per byte if the bucket
+    is in another region.
     """
 
     async def run(store: ObjectStore) -> Verification:
@@ -166,6 +169,9 @@ class Verifier:
 
     async def _verify(self, _: int, pick: Pick) -> None:
         address, info = pick
+        if address.is_encrypted:
+            self.found.encrypted += 1
+            return
         refusal: Mismatch | Literal["gone"] | None = "algorithm"
         if await self._can_judge(address.namespace):
             refusal = await self._refusal(address, info)
@@ -276,6 +282,11 @@ def _print(found: Verification) -> None:
         told = f"{count(found.undecoded, 'compressed object')} cannot be judged without blosc2"
         console.print(Text(told, "yellow"))
         console.print(f"→ {compression.REMEDY}", markup=False)
+    if found.encrypted:
+        told = (
+            f"{count(found.encrypted, 'encrypted object')} not read: it takes a prompt to open it"
+        )
+        console.print(Text(told))
     told = f"{count(found.checked, 'object')} ({show.size(found.nbytes)}) read, "
     told += f"{len(found.damaged):,} damaged"
     if found.misread:

@@ -11,8 +11,9 @@ It guarantees, whatever happens to the process:
 1. Every job ends exactly once, in a list returned by `poll`.
 2. When a job has ended, nothing reads or writes its part of the slab on its behalf. Jobs of a
    process that has died end as FAILED, after the kernel has confirmed its death.
-3. A process that dies, breaks the protocol or stops answering is replaced, after a pause that
-   doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next `poll`.
+3. A process that dies, breaks the protocol, stops answering or cannot serve is replaced, after a
+   pause that doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next
+   `poll`.
 4. An invalid job ends as INVALID. So does every job like one that has crashed the process three
    times (`io.poison_jobs`).
 
@@ -262,6 +263,8 @@ class IoClient:
                 self._heartbeat.answered()
             case wire.Ready():
                 self._answers.ready = message
+                if not message.serving:
+                    self.life.failed(message.message, self._clock() + _GRACE_S)
             case wire.Drained():
                 self._answers.drained = message
 
@@ -292,7 +295,9 @@ class IoClient:
             if life.is_due(State.DYING, self._clock()):
                 child.kill()
             return
-        crashed = life.broke_protocol or not child.was_killed
+        ready = self._answers.ready
+        is_refusal = ready is not None and not ready.serving
+        crashed = life.broke_protocol or not (child.was_killed or is_refusal)
         life.died(child.last_words(), self._clock())
         child.end(0.0)
         self._child = None

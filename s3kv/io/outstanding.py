@@ -79,7 +79,8 @@ class OutstandingJobs:
     def died(self, why: str, *, crashed: bool) -> None:
         """Note the death of the process: all outstanding jobs end.
 
-        crashed: whether it ended by itself or broke the protocol; False for a SIGKILL.
+        crashed: whether it ended by itself or broke the protocol; False for a SIGKILL, and for a
+        process that could not serve.
         """
         if crashed:
             self._poison.crashed(self._outstanding.values())

@@ -3,7 +3,8 @@
 A compressed object is a valid safetensors file with one tensor of bytes: the stored segments, one
 behind the other. Its header lists their lengths, their digests, and those of the decoded segments,
 and describes the tensors that they decode to. A segment that does not shrink is stored as it is. A
-reader knows every byte of the header but these lists, and compares them all.
+reader knows every byte of the header but these lists, and compares them all. An object to
+be encrypted is padded to one of few lengths, because its exact length would tell prompts apart.
 
 An object is received at the end of its place, and decoded to the front of it, segment after
 segment, while the rest arrives:
@@ -54,6 +55,8 @@ from s3kv.types import TensorSpec, item_bytes
 LEAST_PAYLOAD_BYTES = 2**18
 """Shortest payload that is compressed. A shorter one saves less time than a wake-up costs."""
 _LENGTH_CHARS, _DECODED_CHARS = 6, 16
+_LENGTHS = 64
+"""Number of lengths that padded objects of one format may have."""
 _HEX = re.compile(rb"[0-9a-f]{6}")
 
 
@@ -92,7 +95,7 @@ class Envelope:
         """The header of the object with these segments."""
         if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
             raise ValueError(f"block hash of {len(block_hash)} bytes: 1 to {MAX_HASH_BYTES}")
-        total = b"%d" % sum(segments.lengths)
+        total = b"%d" % (sum(segments.lengths) + segments.padding)
         lengths = [b"%06x" % length for length in segments.lengths]
         lists = map(b",".join, (lengths, segments.decoded, segments.digests))
         fields = (block_hash.hex().encode(), *lists, total, total, b"")
@@ -113,21 +116,35 @@ class Envelope:
             at = end
         if any(len(found) != count for found in lists) or not all(map(_HEX.fullmatch, lists[0])):
             return None
-        segments = Segments([int(text, 16) for text in lists[0]], *lists[1:])
-        if sum(segments.lengths) != nbytes - self.header_bytes:
+        lengths = [int(text, 16) for text in lists[0]]
+        padding = nbytes - self.header_bytes - sum(lengths)
+        if padding not in (0, self._padding(sum(lengths))):
             return None
+        segments = Segments(lengths, lists[1], lists[2], padding)
         for length, segment in zip(segments.lengths, self.segments, strict=True):
             if not 1 <= length <= len(segment):
                 return None
         is_whole = hmac.compare_digest(header, self.header(block_hash, segments))
         return segments if is_whole else None
 
+    def _padding(self, nbytes: int) -> int:
+        """The padding before segments of `nbytes` that makes them a multiple of a 64th of the plain
+        payload."""
+        unit = -(-self.chunk.payload_bytes // _LENGTHS)
+        return -nbytes % max(1, unit)
+
     def encode(
-        self, place: Place, block_hash: bytes, codec: compression.Codec, is_over: Callable[[], bool]
+        self,
+        place: Place,
+        block_hash: bytes,
+        codec: compression.Codec,
+        is_over: Callable[[], bool],
+        *,
+        is_padded: bool = False,
     ) -> list[bytes | memoryview] | None:
         """The compressed object of the payload in `place`: header and segments, of which those that
-        do not shrink are views of the payload. None if it would not be shorter than the plain one,
-        or `is_over`, which is called before each segment."""
+        do not shrink are views of the payload, and padding if `is_padded`. None if it would not be
+        shorter than the plain one, or `is_over`, which is called before each segment."""
         stored: list[bytes | memoryview] = []
         decoded: list[bytes] = []
         for segment, number_bytes in zip(self.segments, self.item_bytes, strict=True):
@@ -136,24 +153,29 @@ class Envelope:
             data = place.payload[segment.start : segment.stop]
             decoded.append(_decoded_digest(data))
             stored.append(codec.encode(data, number_bytes) or data)
-        segments = Segments([len(data) for data in stored], decoded)
-        if self.header_bytes + sum(segments.lengths) >= self.chunk.object_bytes:
+        lengths = [len(data) for data in stored]
+        padding = self._padding(sum(lengths)) if is_padded else 0
+        if self.header_bytes + sum(lengths) + padding >= self.chunk.object_bytes:
             return None
+        segments = Segments(lengths, decoded, (), padding)
         plain = self.header(block_hash, segments)
         digests = [
             self.chunk.integrity.digest(plain, number, memoryview(data)).encode()
             for number, data in enumerate(stored)
         ]
-        return [self.header(block_hash, segments._replace(digests=digests)), *stored]
+        header = self.header(block_hash, segments._replace(digests=digests))
+        return [header, bytes(padding), *stored]
 
 
 class Segments(NamedTuple):
     """The lists in a header. lengths: of the stored segments. decoded: digests of the decoded ones.
-    digests: of the stored ones, which cover this header with none of them in it."""
+    digests: of the stored ones, which cover this header with none of them in it. padding: bytes
+    before the first one."""
 
     lengths: Sequence[int]
     decoded: Sequence[bytes]
     digests: Sequence[bytes] = ()
+    padding: int = 0
 
 
 def _decoded_digest(segment: memoryview) -> bytes:
@@ -223,7 +245,8 @@ class Decoding:
         else:
             self._segments = segments
             self._plain = envelope.header(self._block_hash, segments._replace(digests=()))
-            self._bounds = list(accumulate(segments.lengths, initial=envelope.header_bytes))
+            begin = envelope.header_bytes + segments.padding
+            self._bounds = list(accumulate(segments.lengths, initial=begin))
             self.wanted_bytes = self._bounds[1]
 
     def _decode(self) -> None:

@@ -36,13 +36,15 @@ Mismatch = Literal[
     "algorithm",
     "digest",
     "codec",
+    "encryption",
 ]
 """Reasons why an object is not the requested one; the first that applies in this order is given.
 length: shorter or longer than the format's objects, or than its header says. header: no header of
 s3kv, or one that says the right things in other bytes. version: another version of this format.
 namespace, coverage, shard, block_hash, blocks, tensors, algorithm: the object's header names
 another object. digest: the header names the right object, but the object is damaged or forged.
-codec: the object is compressed, and this process has nothing to decode it with; it may be right."""
+codec: the object is compressed, and this process has nothing to decode it with; it may be right.
+encryption: the object is encrypted, and does not decrypt: it was moved, damaged or forged."""
 
 
 class CodecError(S3KVError, ValueError):

@@ -22,6 +22,7 @@ import xxhash
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
+from s3kv.secrets import integrity_secret
 
 Mode = Literal["xxh3", "blake3-keyed", "none"]
 
@@ -47,7 +48,7 @@ class Integrity:
         mode: Mode = config.integrity
         if mode != "blake3-keyed":
             return cls(mode)
-        secret = config.read_integrity_secret()
+        secret = integrity_secret(config)
         return cls(mode, _blake3()(secret, derive_key_context=_KEY_CONTEXT).digest())
 
     @property

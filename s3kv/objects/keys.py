@@ -1,6 +1,7 @@
 """Object keys. Only this module builds and parses them.
 
     {prefix}/v3/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
+    {prefix}/v3/{namespace digest}/{hh}/{name}/g{coverage}-{shard}.encrypted.safetensors
     {prefix}/v3/{namespace digest}/shapes/{shard}
     {prefix}/v3/{namespace digest}/manifest.json
     {prefix}/v3/cleaner.json
@@ -8,7 +9,8 @@
 `v3` is the version of this layout and of the object format. `hh` is the first byte of the block
 hash: hashes are uniform, so the store can split the namespace into partitions right after the
 digest, and a tool can walk it in 256 parallel listings. All shards and coverages of one block hash
-are neighbours. A shard says which KV heads and layers an object holds; the empty objects under
+are neighbours. The name of an encrypted object is computed from the hash
+(`encryption`). A shard says which KV heads and layers an object holds; the empty objects under
 `shapes/` list the shards of a namespace. A change here orphans every object already written; the
 golden tests make sure that it is a decision.
 """
@@ -53,7 +55,8 @@ _NAMESPACE = rf"(?P<prefix>[^/](?:.*[^/])?)/{LAYOUT}/(?P<digest>{_DIGEST.pattern
 _CHUNK = re.compile(
     rf"{_NAMESPACE}/(?P<hh>[0-9a-f]{{2}})"
     rf"/(?P<hash>(?P=hh)(?:[0-9a-f]{{2}}){{0,{MAX_HASH_BYTES - 1}}})"
-    rf"/g(?P<coverage>0|[1-9][0-9]{{0,8}})-(?P<shard>{_SHARD.pattern})\.safetensors",
+    rf"/g(?P<coverage>0|[1-9][0-9]{{0,8}})-(?P<shard>{_SHARD.pattern})"
+    r"(?P<encrypted>\.encrypted)?\.safetensors",
     re.DOTALL,
 )
 _SIGN = re.compile(rf"{_NAMESPACE}/(?:manifest\.json|shapes/{_SHARD.pattern})", re.DOTALL)
@@ -150,8 +153,8 @@ class Namespace:
         `ValueError` as `chunk` does."""
         return f"{self.shapes}{_checked(shard)}"
 
-    def chunk(self, key: ChunkKey, shard: str) -> str:
-        """Key of one shard of a chunk.
+    def chunk(self, key: ChunkKey, shard: str, *, is_encrypted: bool = False) -> str:
+        """Key of one shard of a chunk; of an encrypted one, with its name in the place of the hash.
 
         shard: lower-case letters, digits and single hyphens, such as "h0-3of8-l0-31of32". Raises
         `ValueError` for anything that `parse` could not read back.
@@ -161,7 +164,8 @@ class Namespace:
         if not 0 <= key.group < 10**9:
             raise ValueError(f"group {key.group} is out of range")
         name = key.block_hash.hex()
-        return f"{self.root}{name[:2]}/{name}/g{key.group}-{_checked(shard)}.safetensors"
+        form = ".encrypted" if is_encrypted else ""
+        return f"{self.root}{name[:2]}/{name}/g{key.group}-{_checked(shard)}{form}.safetensors"
 
 
 def _checked(shard: str) -> str:
@@ -172,11 +176,12 @@ def _checked(shard: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAddress:
-    """The parts of a chunk's key."""
+    """The parts of a chunk's key. is_encrypted: the block hash is a name instead."""
 
     namespace: Namespace
     key: ChunkKey
     shard: str
+    is_encrypted: bool = False
 
 
 def parse(key: str) -> ChunkAddress | None:
@@ -186,7 +191,7 @@ def parse(key: str) -> ChunkAddress | None:
         return None
     namespace = Namespace(match["prefix"], match["digest"])
     chunk = ChunkKey(int(match["coverage"]), bytes.fromhex(match["hash"]))
-    return ChunkAddress(namespace, chunk, match["shard"])
+    return ChunkAddress(namespace, chunk, match["shard"], match["encrypted"] is not None)
 
 
 def parse_sign(key: str) -> Namespace | None:

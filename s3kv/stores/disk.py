@@ -47,7 +47,7 @@ _WRONG_SETTING = FileExistsError, NotADirectoryError, PermissionError
 _NEW = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 Lock = contextlib.AbstractContextManager[Any]
-_NO_LOCK: Lock = contextlib.nullcontext()
+NO_LOCK: Lock = contextlib.nullcontext()
 
 Written = Literal["written", "there", "full", "over"]
 """What a write has come to: it is done; the object was there; there is no room; nobody wants it."""
@@ -74,7 +74,7 @@ class Directory:
     def __init__(self, path: Path, prefix: str, most_bytes: int) -> None:
         self.path = path
         self.most_bytes = most_bytes
-        self._prefix = f"{prefix}/"
+        self.prefix = prefix
 
     @classmethod
     def open(cls, path: str, prefix: str, most_bytes: int) -> Directory:
@@ -100,17 +100,21 @@ class Directory:
 
     def file_of(self, key: str) -> Path:
         """The file of an object's key."""
-        folder, _, name = key.removeprefix(self._prefix).rpartition("/")
+        folder, _, name = key.removeprefix(f"{self.prefix}/").rpartition("/")
         return self.path / f"{folder}.{name}"
 
     def key_of(self, path: str) -> str:
         """The key of an object's file, the inverse of `file_of`."""
         folder, name = os.path.split(os.path.relpath(path, self.path))
-        return f"{self._prefix}{folder}/{name.replace('.', '/', 1)}"
+        return f"{self.prefix}/{folder}/{name.replace('.', '/', 1)}"
+
+    def file_bytes(self, nbytes: int) -> int:
+        """Length of the file of an object of `nbytes`."""
+        return nbytes
 
     # --- objects -----------------------------------------------------------------------------
 
-    def read(self, key: str, place: Place, is_over: IsOver, lock: Lock = _NO_LOCK) -> int | None:
+    def read(self, key: str, place: Place, is_over: IsOver, lock: Lock = NO_LOCK) -> int | None:
         """Read an object into the front of `place`, and note its use. Returns its length, which may
         exceed the place; None if there is no such file, or `is_over`. Nothing writes to `place`
         afterwards. lock: held for each look at `is_over` and the writing to `place` that follows;

@@ -51,9 +51,13 @@ def landing(place: Place, receiver: Receiver | None, nbytes: int, whole_bytes: i
     return memory.cut(0, nbytes)
 
 
+UNREADABLE = -1
+"""Length of an encrypted object that does not decrypt: it was moved, damaged or forged."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """Metadata of an object from a read, a HEAD or a listing."""
+    """Metadata of an object from a read, a HEAD or a listing. nbytes: length, or `UNREADABLE`."""
 
     key: str
     nbytes: int

@@ -27,6 +27,28 @@ override_resource {
   values          = { arn = "arn:aws:iam::111122223333:policy/writer" }
 }
 
+override_resource {
+  target          = aws_iam_policy.access["cleaner"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/cleaner" }
+}
+
+override_resource {
+  target          = aws_kms_key.data_keys
+  override_during = plan
+  values = {
+    arn    = "arn:aws:kms:eu-west-1:111122223333:key/66666666-7777-8888-9999-000000000000"
+    key_id = "66666666-7777-8888-9999-000000000000"
+    policy = "" # KMS's default
+  }
+}
+
+override_resource {
+  target          = aws_iam_policy.data_keys
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/data-keys" }
+}
+
 run "kms" {
   command = plan
 
@@ -100,5 +122,64 @@ run "kms" {
   assert {
     condition     = [for access in ["reader", "writer"] : length(jsondecode(aws_iam_policy.access[access].policy).Statement)] == [3, 3]
     error_message = "the policies must hold the key's statement beside the bucket's two"
+  }
+}
+
+# A key for s3kv's own encryption, beside the bucket's, which has nothing to do with it.
+run "data_keys" {
+  command = plan
+
+  variables {
+    name           = "cache"
+    cleaner        = true
+    encryption_key = true
+    settings       = { encryption = "aes-gcm", encryption_keys_file = "/etc/s3kv/keys/keys" }
+  }
+
+  assert {
+    condition     = [for key in aws_kms_key.data_keys : [key.enable_key_rotation, key.deletion_window_in_days]] == [[true, 30]]
+    error_message = "there must be one key, which rotates, and is not gone at once"
+  }
+
+  assert {
+    condition     = [for alias in aws_kms_alias.data_keys : [alias.name, alias.target_key_id]] == [["alias/cache", "66666666-7777-8888-9999-000000000000"]]
+    error_message = "the key must have the bucket's name"
+  }
+
+  assert {
+    condition = [for access in ["reader", "writer", "cleaner"] : jsondecode(aws_iam_policy.access[access].policy).Statement[2]] == [
+      for access in ["reader", "writer", "cleaner"] : {
+        Sid      = "DataKeys"
+        Effect   = "Allow"
+        Action   = "kms:Decrypt"
+        Resource = "arn:aws:kms:eu-west-1:111122223333:key/66666666-7777-8888-9999-000000000000"
+      }
+    ]
+    error_message = "engines must be able to decrypt data keys, and nothing else"
+  }
+
+  assert {
+    condition     = [for access in ["reader", "writer", "cleaner"] : length(jsondecode(aws_iam_policy.access[access].policy).Statement)] == [3, 3, 3]
+    error_message = "the policies must hold the key's statement beside the bucket's two"
+  }
+
+  assert {
+    condition = jsondecode(aws_iam_policy.data_keys[0].policy).Statement == [{
+      Sid      = "MakeDataKeys"
+      Effect   = "Allow"
+      Action   = "kms:GenerateDataKeyWithoutPlaintext"
+      Resource = "arn:aws:kms:eu-west-1:111122223333:key/66666666-7777-8888-9999-000000000000"
+    }]
+    error_message = "who makes data keys must not be able to read them: ${aws_iam_policy.data_keys[0].policy}"
+  }
+
+  assert {
+    condition     = [output.encryption_key_arn, output.encryption_key_alias, output.data_keys_policy_arn] == ["arn:aws:kms:eu-west-1:111122223333:key/66666666-7777-8888-9999-000000000000", "alias/cache", "arn:aws:iam::111122223333:policy/data-keys"]
+    error_message = "the caller must be told the key and the policy"
+  }
+
+  assert {
+    condition     = [for rule in aws_s3_bucket_server_side_encryption_configuration.this.rule : rule.apply_server_side_encryption_by_default[0].sse_algorithm] == ["AES256"]
+    error_message = "the bucket's own encryption must stay as it is"
   }
 }

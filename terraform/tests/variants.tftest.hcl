@@ -62,6 +62,7 @@ run "bare" {
     prefix                   = null
     expiration_days          = null
     kms_key_arn              = null
+    encryption_key           = null
     tags                     = null
     pod_identities           = null
     irsa                     = null
@@ -84,6 +85,9 @@ run "bare" {
       aws_cloudwatch_dashboard.this,
       aws_vpc_endpoint.this,
       values(aws_iam_role.eks),
+      aws_kms_key.data_keys,
+      aws_kms_alias.data_keys,
+      aws_iam_policy.data_keys,
     )) == 0
     error_message = "what is not asked for must not be made"
   }
@@ -99,8 +103,8 @@ run "bare" {
   }
 
   assert {
-    condition     = output.cleaner_policy_arn == null
-    error_message = "nobody must be allowed to delete unless the caller says so"
+    condition     = output.cleaner_policy_arn == null && output.encryption_key_arn == null && output.encryption_key_alias == null && output.data_keys_policy_arn == null
+    error_message = "nobody must be allowed to delete, or have a key, unless the caller says so"
   }
 }
 

@@ -24,6 +24,7 @@ BEHAVIOURS = {
     "device/test_schedules.py",
     "host/test_container.py",
     "io/sources/test_compressed_objects.py",
+    "io/sources/test_encrypted_objects.py",
     "library/test_calls.py",
     "library/test_cancellation.py",
     "library/test_library_soak.py",

@@ -16,7 +16,7 @@ from scripts import reference
 @pytest.mark.parametrize("described", [TieredStore, Config])
 def test_every_public_method_is_described(described: type[Any]) -> None:
     (methods,) = (m for _, name, _, m in reference.PUBLIC if name == described.__name__)
-    internal = {"fetches_at_once", "pool_size", "read_integrity_secret", "staging_bytes"}
+    internal = {"fetches_at_once", "pool_size", "staging_bytes"}
     public = {
         name
         for name, member in inspect.getmembers(described)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from s3kv.config import REMOVED, Config, allowed, parse_bytes
+from s3kv.config import KEYS_VARIABLE, REMOVED, Config, allowed, parse_bytes
 from s3kv.errors import ConfigError
 from tests.project import ROOT
 
@@ -85,6 +88,8 @@ def parse(**settings: Any) -> Config:
         ("addressing_style", "subdomain"),
         ("region", 1),
         ("bucket", 1),
+        *(("encryption", value) for value in ("on", "aes", "AES-GCM", True, None)),
+        ("encryption_keys_file", 1),
         *(("bucket", value) for value in NO_BUCKETS),
         *(("prefix", value) for value in ("", "/", "/team-a", "team-a/")),
         *(("endpoint_url", value) for value in NO_URLS),
@@ -223,6 +228,21 @@ def test_only_objects_that_are_verified_are_compressed() -> None:
         parse(compress="on", integrity="none")
     for compress in ("auto", "off"):
         assert parse(compress=compress, integrity="none").compress == compress
+
+
+def test_encryption_is_off_and_its_keys_are_no_part_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Settings are sent to other processes, and logged."""
+    assert parse().encryption == "off"
+    monkeypatch.setenv(KEYS_VARIABLE, "0123456789abcdef" * 4)
+    (tmp_path / "keys").write_text("fedcba9876543210" * 4)
+    config = parse(encryption="aes-gcm", encryption_keys_file=str(tmp_path / "keys"))
+    assert config.encryption_keys_file == str(tmp_path / "keys")
+    for shown in (repr(config), repr(pickle.dumps(config)), repr(msgspec.msgpack.encode(config))):
+        assert "0123456789" not in shown
+        assert "fedcba" not in shown
+    assert allowed("encryption") == "'off' or 'aes-gcm'"
 
 
 def test_every_default_is_allowed() -> None:

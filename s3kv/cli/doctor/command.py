@@ -12,7 +12,7 @@ import click
 from rich.text import Text
 
 from s3kv.cli import show
-from s3kv.cli.doctor import disk, host
+from s3kv.cli.doctor import disk, host, master_keys
 from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
 from s3kv.cli.doctor.findings import Finding, Status, is_healthy
 from s3kv.cli.invocation import (
@@ -67,7 +67,8 @@ def doctor(
     Makes every call the cache makes (list, PUT if absent, GET, HEAD, DELETE) on an object of its
     own, PREFIX/doctor/ID, which it deletes. Measures the latency, and the throughput of one
     connection and of as many as a worker has at once; these read --bandwidth each.
-    With disk_path it makes that directory, and measures the disk with files of its own.
+    With disk_path it makes that directory, and measures the disk with files of its own. With
+    encryption it reads the keys, from KMS too, and measures how fast this host encrypts.
     Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with the
     requirements of an engine, and measures how fast it decodes compressed chunks. It imports
     neither torch nor vLLM; if torch is installed, a separate process queries it about the GPU.
@@ -86,6 +87,7 @@ def doctor(
     )
     findings = [client, *asyncio.run(bucket.run(read_only=read_only))]
     findings += disk.examine(config, time.perf_counter, read_only=read_only)
+    findings += master_keys.examine(config, time.perf_counter)
     findings += host.examine(config, host.look(os.environ), workers=workers, algorithm=hash_algo)
     healthy = is_healthy(findings)
     if as_json:

@@ -22,9 +22,13 @@ from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
+from s3kv.io.server.keyring import open_keyring
 from s3kv.io.server.service import Service
 from s3kv.io.sources.compressing import Compressor, open_compressor
 from s3kv.io.sources.disk import WorkerThreads
+from s3kv.io.sources.encrypted_directory import EncryptedDirectory
+from s3kv.io.sources.encrypted_store import EncryptedStore
+from s3kv.objects.encryption import Keyring
 from s3kv.stores.disk import Directory
 from s3kv.stores.store import ObjectStore
 
@@ -73,11 +77,14 @@ async def _converse(
     if not isinstance(handshake, wire.Handshake):
         raise wire.WireError(f"the first message is {handshake!r}, not Handshake")
     try:
-        disk = _disk_of(handshake.config)
+        keyring = await open_keyring(handshake.config)
+        disk = _disk_of(handshake.config, keyring)
         compressor = await _compressor_of(handshake)
         store = make_store(handshake.config)
+        if keyring is not None:
+            store = EncryptedStore(store, keyring)
     except ConfigError as error:
-        outbox.send(wire.Ready(False, "config", str(error)))
+        outbox.send(wire.Ready(False, "config", wire.truncated(str(error))))
         return
     service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng, disk, compressor)
     with _prefaulting(slab):
@@ -96,7 +103,7 @@ async def _compressor_of(handshake: wire.Handshake) -> Compressor | None:
     return await asyncio.to_thread(open_compressor, handshake.config, time.perf_counter)
 
 
-def _disk_of(config: Config) -> tuple[Directory, WorkerThreads] | None:
+def _disk_of(config: Config, keyring: Keyring | None) -> tuple[Directory, WorkerThreads] | None:
     """The disk of the settings. Raises `ConfigError` if it cannot be used, or goes without it, as
     `on_unavailable` says."""
     if config.disk_path is None:
@@ -108,6 +115,8 @@ def _disk_of(config: Config) -> tuple[Directory, WorkerThreads] | None:
             raise
         _log.warning("%s. The disk is off until the next start", error)
         return None
+    if keyring is not None:
+        directory = EncryptedDirectory(directory, keyring)
     return directory, WorkerThreads(config.max_inflight_requests)
 
 

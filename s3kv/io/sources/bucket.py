@@ -98,7 +98,7 @@ class BucketSource:
             said = f"{job.key} is compressed: {NO_CODEC}"
             return job.end(Outcome.MISSING, said, reason=reason)
         self._quarantine.bad(job.key, now_s())
-        said = f"{job.key} ({info.nbytes} bytes) failed verification: {reason}"
+        said = f"{job.key} failed verification: {reason}"
         return job.end(Outcome.CORRUPT, said, reason=reason)
 
     async def _whole(self, job: TransferJob) -> Reading:

@@ -47,6 +47,7 @@ class Compressor:
     decoder: has the codec, and the speeds that decide. executor: encodes; needed with a codec.
     encoders: number of its threads. threads: number of objects that are decoded at once.
     bytes_per_s: speed at which one of these threads decodes, until objects have been decoded.
+    pads: whether objects are padded, because they will be encrypted.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Compressor:
         encoders: int = 1,
         threads: int = 1,
         bytes_per_s: float = 1.0,
+        pads: bool = False,
     ) -> None:
         self.in_hurry = False
         self.counters = dict.fromkeys(
             ("io_encoded", "io_encoded_bytes", "io_encoded_stored_bytes"), 0
         ) | {f"io_left_plain|{why}": 0 for why in compression.PLAIN_REASONS}
-        self._mode = mode
+        self._mode, self._pads = mode, pads
         self.decoder = decoder
         self._executor = executor
         self._threads, self._first_speed = threads, bytes_per_s
@@ -108,7 +110,9 @@ class Compressor:
         over = threading.Event()
 
         def encode() -> int:
-            parts = envelope.encode(job.place, job.block_hash, codec, over.is_set)
+            parts = envelope.encode(
+                job.place, job.block_hash, codec, over.is_set, is_padded=self._pads
+            )
             return copy_bytes(parts, buffer) if parts else 0
 
         assert self._executor is not None
@@ -163,4 +167,5 @@ def open_compressor(config: Config, clock: Callable[[], float]) -> Compressor:
         encoders=ENCODING_THREADS,
         threads=DECODING_THREADS,
         bytes_per_s=compression.decoding_speed(found, clock) if config.compress == "auto" else 1.0,
+        pads=config.encryption != "off",
     )

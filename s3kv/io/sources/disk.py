@@ -142,8 +142,7 @@ class DiskSource:
         if reason is not None:
             self.counters["io_disk_corrupt"] += 1
             _log.warning("%s on the disk failed verification: %s", job.key, reason)
-            path = self._directory.file_of(job.key)
-            self._begin(self._off_loop("writing", partial(self._directory.delete, path)))
+            self._begin(self._off_loop("writing", partial(self._delete, job.key)))
             return job.end(Outcome.MISSING, f"{job.key} on the disk was bad")
         self.counters["io_disk_reads"] += 1
         self.counters["io_disk_read_bytes"] += nbytes
@@ -216,8 +215,12 @@ class DiskSource:
             self.counters["io_disk_dropped"] += 1
         if now_s() >= self._clean_after_s:
             self._clean_after_s = now_s() + _CLEAN_EVERY_S
-            if await self._off_loop("writing", partial(is_crowded, self._directory, len(buffer))):
-                await self._clean(len(buffer))
+            wanted = self._directory.file_bytes(len(buffer))
+            if await self._off_loop("writing", partial(is_crowded, self._directory, wanted)):
+                await self._clean(wanted)
+
+    def _delete(self, key: str) -> None:
+        self._directory.delete(self._directory.file_of(key))
 
     async def _clean(self, wanted_bytes: int = 0) -> None:
         deleted = await self._off_loop("writing", partial(clean, self._directory, wanted_bytes))

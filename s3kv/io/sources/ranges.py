@@ -15,6 +15,7 @@ ranges divide the length of the last such object, and the last range goes on to 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ from s3kv.errors import StoreUnranged
 from s3kv.io.sources.reception import Reception
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.encryption import SEGMENT_BYTES
 from s3kv.objects.headers import Mismatch
 from s3kv.stores.lanes import all_of
 from s3kv.stores.store import ObjectInfo
@@ -52,6 +54,7 @@ class RangedReads:
         part: Callable[[TransferJob, range, Reception], Awaitable[ObjectInfo | None]],
     ) -> None:
         self._range_bytes = range_bytes
+        self._unit = math.gcd(range_bytes, SEGMENT_BYTES)
         self._borrow = borrow
         self._receive, self._whole, self._part = receive, whole, part
         self._lengths: dict[tuple[int, str], int] = {}
@@ -69,7 +72,7 @@ class RangedReads:
             reading = await self._in_ranges(job, job.format)
         except StoreUnranged as error:
             reading = await self._whole(job)
-            if reading[0] is not None and reading[0].nbytes:  # it has a first range
+            if reading[0] is not None and reading[0].nbytes > 0:  # it has a first range
                 self._range_bytes = 0
                 _log.warning("%s. Objects are read by one GET each now", error)
         return await self._whole(job) if reading is None else reading
@@ -90,7 +93,7 @@ class RangedReads:
                 return info
 
             try:
-                *ranges, last = cut(nbytes, 1 + count)
+                *ranges, last = cut(nbytes, 1 + count, self._unit)
                 ranges.append(range(last.start, job.nbytes))
                 infos = await all_of(map(read, ranges))
                 if infos is None:
@@ -135,7 +138,9 @@ _MARGIN = 1.02
 """Objects of one format differ in length by a few thousandths if they are compressed."""
 
 
-def cut(nbytes: int, count: int) -> list[range]:
-    """The bytes of an object in `count` ranges of about the same length, in order. Pure."""
-    ends = [nbytes * number // count for number in range(count + 1)]
+def cut(nbytes: int, count: int, unit: int) -> list[range]:
+    """The bytes of an object in `count` ranges of about the same length, in order, each of
+    which begins at a multiple of `unit`: where an encrypted segment does. Pure."""
+    inner = [nbytes * number // count for number in range(count)]
+    ends = [end - end % unit for end in inner] + [nbytes]
     return [range(*bounds) for bounds in pairwise(ends)]

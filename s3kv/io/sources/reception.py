@@ -22,6 +22,7 @@ from s3kv.objects.headers import Mismatch
 from s3kv.objects.item_format import ItemFormat
 from s3kv.place import Place
 from s3kv.stores.lanes import ended
+from s3kv.stores.store import UNREADABLE
 
 _COUNTERS = ("io_decoded", "io_decoded_bytes", "io_decoded_stored_bytes")
 
@@ -173,7 +174,7 @@ class Reception:
         `ChunkFormat.check`."""
         job, decoder = self._job, self._decoder
         if not self.is_of(nbytes):
-            return "length"
+            return "encryption" if nbytes == UNREADABLE else "length"
         if nbytes <= job.nbytes:
             decoder.speeds.received(nbytes, self._landed_s, decoder.clock())
         if self._gathering is not None:

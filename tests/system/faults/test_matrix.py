@@ -20,7 +20,9 @@ import pytest
 from lab.constants import changed
 from lab.proxy import Proxy, plain_and_tls
 from lab.s3 import S3Server, moto_process
+from s3kv.config import KEYS_VARIABLE
 from tests.servers import REAL_SERVERS, set_credentials
+from tests.system.encrypted_form import decrypted, encrypted, encrypted_key
 from tests.system.faults.cases import CASES, Case
 from tests.system.faults.life import CONSTANTS, Life
 from tests.system.faults.nameless import NAME, VARIABLE
@@ -58,8 +60,8 @@ class Scene:
         self, case: Case, kind: str, server: S3Server, proxies: dict[str, Any], names: Path
     ) -> None:
         self.case = case
-        self._compresses = kind == "compressed"
-        self._client = "fast" if self._compresses else kind
+        self._compresses, self._encrypts = kind == "compressed", kind == "encrypted"
+        self._client = kind if kind == "aiobotocore" else "fast"
         self.proxy: Proxy = proxies[case.scheme]
         self._s3 = server.client()
         self._names = names
@@ -82,8 +84,9 @@ class Scene:
         if self.case.nameless:
             url = url.replace("127.0.0.1", NAME)
         compress = "on" if self._compresses else "off"
+        encryption = "aes-gcm" if self._encrypts else "off"
         settings = {"client": self._client, "ca_bundle": self._ca_bundle, "drain_timeout_s": 0.5}
-        self._life = Life(url, BUCKET, module, compress=compress, **settings)
+        self._life = Life(url, BUCKET, module, compress=compress, encryption=encryption, **settings)
         return self._life
 
     def end(self) -> None:
@@ -129,7 +132,13 @@ class Scene:
         body = rig.sealed(content)
         if self._compresses:
             body = compressed(rig.FORMAT, body, rig.chunk(content).block_hash)
-        self._s3.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=body)
+        if self._encrypts:
+            body = encrypted(rig.object_key(content), MASTER, body, ENCRYPTED_SEGMENT_BYTES)
+        self._s3.put_object(Bucket=BUCKET, Key=self._key(number), Body=body)
+
+    def _key(self, number: int) -> str:
+        key = rig.object_key(number)
+        return encrypted_key(key, MASTER) if self._encrypts else key
 
     def recovered(self) -> None:
         """The fault is over: the bucket is of use again."""
@@ -145,13 +154,26 @@ class Scene:
     def objects_are_whole(self, numbers: list[int]) -> None:
         """What is in the bucket is what was sent, or is refused by whoever reads it."""
         for number in numbers:
-            key = rig.object_key(number)
+            key = self._key(number)
             listed = self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key).get("Contents", ())
             for entry in listed:
                 body = self._s3.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
+                if self._encrypts:
+                    plain = decrypted(rig.object_key(number), MASTER, body, ENCRYPTED_SEGMENT_BYTES)
+                    body = plain or b""
                 refused, place = opened(rig.FORMAT, body, rig.chunk(number).block_hash)
                 assert refused or place.payload == rig.payload(number)
                 assert refused is None or body != rig.sealed(number)
+
+    def are_encrypted(self, numbers: list[int]) -> bool:
+        """Whether some of the chunks in the bucket are, and all have to be; or none has to be."""
+        if not self._encrypts:
+            return True
+        plain = [rig.object_key(number) for number in numbers]
+        others = [encrypted_key(key, MASTER) for key in plain]
+        pages = [self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key) for key in (*plain, *others)]
+        held = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return bool(held) and {*held} <= {*others}
 
     def are_compressed(self, numbers: list[int]) -> bool:
         """Whether some of the chunks in the bucket are, or none has to be."""
@@ -167,6 +189,8 @@ class Scene:
 
 BY_SDK = ("reset-mid-body", "truncated", "flipped-payload", "slow-down", "black-hole", "trickle")
 """Cases that strike AWS's SDK, too: one of each kind."""
+MASTER = bytes(range(32))
+ENCRYPTED_SEGMENT_BYTES = 4096
 IN_FLIGHT = (
     "reset-mid-body",
     "truncated",
@@ -176,8 +200,12 @@ IN_FLIGHT = (
     "wrong-object",
     "trickle",
 )
-"""Cases that strike compressed objects, too: those that act on a body."""
-COMPRESSED: dict[str, Any] = {"compressed_segment_bytes": 4096, "least_compressed_bytes": 1}
+"""Cases that strike compressed objects, too: those that act on a body. And encrypted ones, but for
+the slow one."""
+MORE: dict[str, dict[str, Any]] = {
+    "compressed": {"compressed_segment_bytes": 4096, "least_compressed_bytes": 1},
+    "encrypted": {"encrypted_segment_bytes": ENCRYPTED_SEGMENT_BYTES},
+}
 
 
 def compressible(number: int) -> bytes:
@@ -190,7 +218,8 @@ def compressible(number: int) -> bytes:
     scope="module",
     params=[(case, "fast") for case in CASES]
     + [(case, "aiobotocore") for case in BY_SDK]
-    + [(case, "compressed") for case in IN_FLIGHT],
+    + [(case, "compressed") for case in IN_FLIGHT]
+    + [(case, "encrypted") for case in IN_FLIGHT if case != "trickle"],
     ids=lambda case: "-".join(case),
 )
 def scene(
@@ -201,10 +230,10 @@ def scene(
 ) -> Iterator[Scene]:
     names = tmp_path_factory.mktemp("names") / "cannot-be-resolved"
     case, kind = request.param
-    more = COMPRESSED if kind == "compressed" else {}
-    with pytest.MonkeyPatch.context() as patch, changed(**CONSTANTS, **more):
+    with pytest.MonkeyPatch.context() as patch, changed(**CONSTANTS, **MORE.get(kind, {})):
         set_credentials(patch, {k: v for k, v in server.env.items() if "KEY" in k})
         patch.setenv(VARIABLE, str(names))
+        patch.setenv(KEYS_VARIABLE, MASTER.hex())
         if kind == "compressed":
             patch.setattr(rig, "payload", compressible)
         it = Scene(CASES[case], kind, server, proxies, names)
@@ -256,6 +285,7 @@ def test_at_upload(scene: Scene) -> None:
         assert scene.moved()[scene.case.retried] >= 1, scene.moved()
     scene.objects_are_whole(chunks)
     assert scene.are_compressed(chunks)
+    assert scene.are_encrypted(chunks)
     assert life.serve(*chunks) == len(chunks), "they are in host memory all the same"
     scene.recovered()
 

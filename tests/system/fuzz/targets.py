@@ -8,20 +8,29 @@ so that libFuzzer can drive them as well.
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from collections.abc import Coroutine
+from typing import Any, cast, get_args
 
+from lab.constants import changed
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
+from s3kv.errors import StoreUnranged
 from s3kv.io import wire
+from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.encryption import Keyring
 from s3kv.objects.envelope import Decoding, Envelope
 from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.item_format import ItemFormat, object_bytes
+from s3kv.objects.keys import Namespace
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.place import Place
+from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey, ItemShape, Outcome, TensorSpec
+from tests.system.encrypted_form import encrypted as form_of_encrypted
 
 NAMESPACE = "0123456789abcdef" * 2
 HASH = bytes(range(32))
@@ -198,6 +207,68 @@ def header(data: bytes) -> None:
             raise Wrong("the tensors do not tile the payload")
 
 
+MASTER = bytes(range(32))
+SEGMENT_BYTES = 1024
+KEY = Namespace("s3kv", NAMESPACE).chunk(ChunkKey(0, HASH), "h0-7of8-l0-31of32")
+PLAIN = GOOD[FORMATS[0]]
+ENCRYPTED = form_of_encrypted(KEY, MASTER, PLAIN, SEGMENT_BYTES)
+_HEADER_BYTES, _PIECE_BYTES = 256, SEGMENT_BYTES + 28
+
+
+def encrypted(data: bytes) -> None:
+    """An encrypted object as it is, as a change of a good one, and with its segments in another
+    order: read whole and in ranges, as a job reads it."""
+    with changed(encrypted_segment_bytes=SEGMENT_BYTES):
+        for candidate in (data, edited(ENCRYPTED, data), reordered(data)):
+            read_encrypted(candidate)
+
+
+def reordered(data: bytes) -> bytes:
+    """Pairs of bytes say which segment goes where."""
+    begins = range(_HEADER_BYTES, len(ENCRYPTED), _PIECE_BYTES)
+    pieces = [ENCRYPTED[at : at + _PIECE_BYTES] for at in begins]
+    for to, source in zip(data[::2], data[1::2], strict=False):
+        pieces[to % len(pieces)] = pieces[source % len(pieces)]
+    return ENCRYPTED[:_HEADER_BYTES] + b"".join(pieces)
+
+
+def ended(reading: Coroutine[Any, Any, ObjectInfo | None]) -> ObjectInfo | None:
+    """The result of a coroutine that waits for nothing but its turn."""
+    while True:
+        try:
+            reading.send(None)
+        except StopIteration as end:
+            return cast("ObjectInfo | None", end.value)
+
+
+def read_encrypted(candidate: bytes) -> None:
+    bucket, nbytes = MemoryStore(), len(PLAIN)
+    ring = Keyring([MASTER])
+    bucket.hold(ring.forms(KEY)[0].key, candidate)
+    store = EncryptedStore(bucket, ring)
+    for bounds in (None, range(2048), range(2048, 3072), range(2048, nbytes)):
+        arena = bytearray(b"\xa5" * (nbytes + 2 * GUARD_BYTES))
+        wanted = bounds or range(nbytes)
+        view = memoryview(arena)[GUARD_BYTES : GUARD_BYTES + len(wanted)]
+        place = Place.of(view, min(FORMATS[0].header_bytes, len(wanted)))
+        try:
+            if bounds is None:
+                info = ended(store.get_into(KEY, place))
+            else:
+                info = ended(store.get_range(KEY, bounds.start, place))
+        except StoreUnranged:
+            continue
+        if info is None:
+            raise Wrong("an object that is there is missing")
+        is_right = view == PLAIN[wanted.start : wanted.stop]
+        if info.nbytes == nbytes and not is_right:
+            raise Wrong(f"a forgery is read in {bounds}")
+        if bounds is None and (info.nbytes == nbytes) != (candidate == ENCRYPTED):
+            raise Wrong(f"an object is told to have {info.nbytes} bytes")
+        if {*arena[:GUARD_BYTES], *arena[GUARD_BYTES + len(wanted) :]} != {0xA5}:
+            raise Wrong("bytes outside of the place are written")
+
+
 def frames(data: bytes) -> None:
     """A stream in both directions, as it is and as one frame, cut where the first byte says."""
     framed = len(data).to_bytes(4, "little") + data
@@ -250,6 +321,7 @@ TARGETS = {
     "objects": objects,
     "fields": fields,
     "segments": segments,
+    "encrypted": encrypted,
     "header": header,
     "frames": frames,
     "manifests": manifests,
@@ -257,6 +329,7 @@ TARGETS = {
 SEEDS: dict[str, list[bytes]] = {
     "objects": [b"", *GOOD.values(), b"\x00\x10\x04abcd", b"\x08\x00\x02{}"],
     "fields": [b"", b"\x02" + b'"2"', b"\x09[]", b"\x0c-1"],
+    "encrypted": [b"", ENCRYPTED, PLAIN, b"\x00\x01\x01\x00", b"\x00\x01\x01x", ENCRYPTED[:-1]],
     "segments": [b"", b"\x00\x01", b"\x00\x01\x01\x00\x02\x02", bytes(range(12))],
     "header": [b"", *GOOD.values(), GOOD[FORMATS[0]][8:600], GOOD[ENVELOPES[0]][8:2000]],
     "frames": [b"", DOWN, UP, DOWN[4:], UP[4:], b"\xdd\xff\xff\xff\xff"],

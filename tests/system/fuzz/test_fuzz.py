@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from s3kv.io import wire
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.encryption import Encrypted
 from s3kv.objects.envelope import Envelope
 from s3kv.objects.headers import Mismatch, read_header
 from s3kv.place import Place
@@ -113,7 +114,8 @@ def test_every_value_of_a_header_is_looked_at(form: ChunkFormat | Envelope) -> N
             assert data == good or targets.judge(form, good, data) is not None
     # Every reason that is a value is given for some value. A compressed object with digests of
     # another length is refused for its header.
-    assert refusals >= {*get_args(Mismatch)} - {"length", "codec", *OF_PAYLOADS[type(form)]}
+    others = {"length", "codec", "encryption", *OF_PAYLOADS[type(form)]}
+    assert refusals >= {*get_args(Mismatch)} - others
 
 
 @FORMS
@@ -157,6 +159,14 @@ def test_a_reader_that_believes_anything_is_caught(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ChunkFormat, "check", lambda *arguments: None)
     with pytest.raises(targets.Wrong, match="forgery"):
         targets.objects(b"\x00\x00\x01x")
+
+
+def test_a_reader_of_encrypted_objects_that_believes_anything_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Encrypted, "decrypt", lambda *arguments: True)
+    with pytest.raises(targets.Wrong, match="forgery"):
+        targets.encrypted(b"\x00\x01\x01x")
 
 
 def test_a_reader_that_hoards_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 What the simulation cannot do, and what is done about it:
 - It does not evaluate conditions in policies, so the bucket policy's denials hold for everybody;
   `Applied.drop_bucket_policy` takes it away before the bucket is used.
+- Outside S3 it grants actions only on all resources: policies on keys of KMS are only planned.
 - It has no associations of Pod Identity: those are left out, and only planned.
 - It takes the removal of request metrics for that of the bucket: `destroyable` leaves them out.
 - The provider waits 55 seconds for lifecycle rules to settle, on AWS as well: `destroyable`, which
@@ -63,6 +64,7 @@ module "kv_cache" {{
   name   = "{name}"
   prefix = "{prefix}"
   cleaner = true
+  encryption_key = true
   tags   = {{ Team = "inference" }}
 
   pod_identities = {{

@@ -31,7 +31,7 @@ GONE = "not here"
 """In the place of what the other document has and this one has not."""
 LIKE = {
     **dict.fromkeys(("china", "express_watched", "kms", "standard", "tuned"), "eks"),
-    **{"bare": "tuned", "express": "express_watched", "kept": "kms"},
+    **{"bare": "tuned", "data_keys": "kms", "express": "express_watched", "kept": "kms"},
     **dict.fromkeys(("example_eks_irsa", "example_express", "example_kms"), "example_minimal"),
     "example_eks_pod_identity": "example_eks_irsa",
 }
@@ -41,7 +41,9 @@ _LINE = 140
 
 _INVENTED = {"create_date", "id", "key_id", "name_prefix", "policy_id", "unique_id"}
 """What Terraform invents, anew in every run, for a resource whose ARN the tests give it."""
-_GIVEN_AN_ARN = re.compile(r"(.+\.)?(aws_iam_policy\.access|aws_iam_role\.eks|aws_kms_key)\b.*")
+_GIVEN_AN_ARN = re.compile(
+    r"(.+\.)?(aws_iam_policy\.(access|data_keys)|aws_iam_role\.eks|aws_kms_key)\b.*"
+)
 
 
 def document(plan: Plan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lab.s3 import REGION, moto_process
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.place import Place
+from s3kv.stores.s3.kms import decrypted
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
 from tests.repository.test_commands import shown
@@ -191,6 +192,23 @@ def test_nobody_but_the_administrator_touches_the_bucket_itself(bucket: Applied)
                 with pytest.raises(ClientError, match="AccessDenied"):
                     forbidden(Bucket=NAME)
     assert bucket.aws("s3").head_bucket(Bucket=NAME)
+
+
+async def test_an_engine_decrypts_a_data_key_of_the_alias(
+    bucket: Applied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the simulation's administrator: it does not enforce policies on keys."""
+    kms, url = bucket.aws("kms"), bucket.server.url
+    assert url is not None
+    alias = bucket.outputs["encryption_key_alias"]
+    made = kms.generate_data_key_without_plaintext(KeyId=alias, KeySpec="AES_256")
+    assert kms.describe_key(KeyId=alias)["KeyMetadata"]["Arn"] == made["KeyId"]
+    assert made["KeyId"] == bucket.outputs["encryption_key_arn"]
+    become(monkeypatch, {**bucket.server.env, "AWS_ENDPOINT_URL_KMS": url})
+    config = Config.parse(
+        json.loads(bucket.outputs["kv_transfer_config"])["kv_connector_extra_config"]
+    )
+    assert len(await decrypted(config, made["CiphertextBlob"])) == 32
 
 
 async def test_a_pod_gets_the_writers_role_by_its_token(

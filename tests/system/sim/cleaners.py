@@ -76,9 +76,7 @@ class KeptFleet(Fleet):
         self._budget_bytes, self._idle_s = config.bucket_bytes, config.bucket_idle_s
         return Bucket(
             self.rng,
-            self.oracle.accuse,
-            self.oracle.check_put,
-            self.loop.time,
+            *self.watchers(),
             min_age_s=self.constants["bucket_min_age_s"],
             foreign=FOREIGN,
             deletes_on_condition=self.rng.random() < 0.7,

@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from s3kv.io.sources.compressing import Compressor
+from s3kv.io.sources.compressing import Compressor, CompressSetting
 from s3kv.io.sources.reception import Decoder
 from s3kv.messages import JobKind
 from s3kv.objects.codec import ChunkFormat
@@ -160,6 +160,7 @@ def compressor_of(
     check_slot: Callable[[memoryview, JobKind], None],
     *,
     seals: bool,
+    pads: bool,
 ) -> Compressor | None:
     """The compressor of a process; None if it has no codec."""
     connection.decodes = form != "unreadable"
@@ -170,7 +171,8 @@ def compressor_of(
     encoding = VirtualThreads(connection, rng, many=False, hastens=hastens)
     codec = WatchedCodec(decoding.pause, check_slot)
     decoder = Decoder(clock, codec, decoding, seals=seals)
-    return Compressor("on" if form == "compressed" else "off", decoder, encoding)
+    mode: CompressSetting = "on" if form == "compressed" else "off"
+    return Compressor(mode, decoder, encoding, pads=pads)
 
 
 def compressed(layout: ChunkFormat, data: bytes, block_hash: bytes) -> bytes:
@@ -192,8 +194,9 @@ def payload_of(data: bytes, header_bytes: int, segment_bytes: int) -> bytes:
     (tensor,) = json.loads(header["__metadata__"]["s3kv.tensors"]).values()
     nbytes = tensor["data_offsets"][1]
     sizes = [min(segment_bytes, nbytes - at) for at in range(0, nbytes, segment_bytes)]
-    bounds = list(pairwise(accumulate(lengths, initial=length)))
-    if bounds[-1][1] != len(data) or len(sizes) != len(lengths):
+    padding = len(data) - length - sum(lengths)
+    bounds = list(pairwise(accumulate(lengths, initial=length + max(0, padding))))
+    if any(data[length : bounds[0][0]]) or bounds[-1][1] != len(data) or len(sizes) != len(lengths):
         return b"the lengths do not add up"
     stored = (data[begin:end] for begin, end in bounds)
     return b"".join(

@@ -26,6 +26,7 @@ from s3kv.io.sources import disk as source
 from s3kv.stores import disk as stores_disk
 from s3kv.stores.disk import Directory
 from s3kv.upkeep.disk_cleaning import clean
+from tests.system.encrypted_form import encrypted_bytes
 from tests.system.sim import memory_disk
 from tests.system.sim.fleet import Fleet, Happening
 from tests.system.sim.meaning import Shard, format_of
@@ -47,6 +48,9 @@ class DiskFleet(Fleet):
         self.disk_rng = rng = random.Random(f"disk {seed}")
         super().__init__(seed, log)
         self._object_bytes = format_of(Shard.of(0, 1, 0), Setup(chunk_tokens=8)).object_bytes
+        if any(self.secrets):
+            segment_bytes = self.constants["encrypted_segment_bytes"]
+            self._object_bytes = encrypted_bytes(self._object_bytes, segment_bytes)
         self._copied_bytes = rng.choice([2, 100]) * self._object_bytes
         self.disks = [self._make_disk() for _ in range(2)]
         first, second = self.disks

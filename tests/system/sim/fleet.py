@@ -18,6 +18,8 @@ from s3kv.config import Config
 from s3kv.upkeep.refreshing import LOOK_S
 from tests.system.sim import weather
 from tests.system.sim.compressing import MIXTURES, SEGMENTS_BYTES, Form
+from tests.system.sim.encrypting import MIXTURES as KEY_MIXTURES
+from tests.system.sim.encrypting import SEGMENTS_BYTES as ENCRYPTED_SEGMENTS_BYTES
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary
 from tests.system.sim.node import Node, Surroundings
@@ -53,6 +55,8 @@ class Fleet:
         self.rng = random.Random(seed)
         self.form_rng = random.Random(f"forms {seed}")
         self.forms = self.form_rng.choice(MIXTURES)
+        self.key_rng = random.Random(f"keys {seed}")
+        self.secrets = self.key_rng.choice(KEY_MIXTURES)
         self.refresh_after_s = 1.0 if seed % 2 else 0.0
         self.loop = VirtualLoop()
         self.seen: Counter[str] = Counter()
@@ -66,7 +70,12 @@ class Fleet:
         """Constants of `lab.constants`, for the run."""
         config = self.draw_config()
         self.oracle = FleetOracle(
-            Setup(**sizes), self._dictionary, config, self.constants, self.log
+            Setup(**sizes),
+            self._dictionary,
+            config,
+            self.constants,
+            self.log,
+            keys=max(map(len, self.secrets)),
         )
         self.bucket = self.make_bucket(config)
         around = Surroundings(
@@ -80,6 +89,8 @@ class Fleet:
             self.log,
             self.forms,
             self.form_rng,
+            self.secrets,
+            self.key_rng,
         )
         self.nodes = [self._draw_node(number, sizes, around) for number in range(3)]
 
@@ -95,6 +106,7 @@ class Fleet:
         self.constants["hedge_percent"] = rng.choice([0.0, 5.0, 100.0])
         self.constants["range_bytes"] = rng.choice([0, 1024])
         self.constants["compressed_segment_bytes"] = self.form_rng.choice(SEGMENTS_BYTES)
+        self.constants["encrypted_segment_bytes"] = self.key_rng.choice(ENCRYPTED_SEGMENTS_BYTES)
         # Where nobody compresses, objects have no compressed form either.
         self.constants["least_compressed_bytes"] = 2**18 if self.forms == ("plain",) else 1
         return Config(
@@ -105,7 +117,12 @@ class Fleet:
         )
 
     def make_bucket(self, config: Config) -> Bucket:
-        return Bucket(self.rng, self.oracle.accuse, self.oracle.check_put, self.loop.time)
+        return Bucket(self.rng, *self.watchers())
+
+    def watchers(self) -> tuple[Any, ...]:
+        """Of a bucket, and its clock."""
+        oracle = self.oracle
+        return oracle.accuse, oracle.check_put, self.loop.time, oracle.names
 
     def _draw_node(self, number: int, sizes: dict[str, Any], around: Surroundings) -> Node:
         rng = self.rng

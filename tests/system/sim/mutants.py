@@ -92,7 +92,7 @@ swap(
     "leaves_the_rank_out_of_the_key",
     Namespace,
     "chunk",
-    lambda self, key, shard: chunk(self, key, "h0-0of1-l0-1of2"),
+    lambda self, key, shard, **how: chunk(self, key, "h0-0of1-l0-1of2", **how),
 )
 swap("sends_without_sealing", ChunkFormat, "seal", lambda self, buffer, block_hash: None)
 swap("reads_again_what_was_bad", Quarantine, "bars", lambda self, key, now_s: False)

@@ -14,6 +14,7 @@ from s3kv.io import wire
 from s3kv.messages import EMPTY_PLAN
 from s3kv.place import Place
 from tests.system.sim.compressing import Form, compressed
+from tests.system.sim.encrypting import Secrets
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary, Shard, format_of, object_key
 from tests.system.sim.memory_disk import Disk
@@ -21,6 +22,7 @@ from tests.system.sim.oracle import FleetOracle
 from tests.system.sim.process import Machine, Process
 from tests.system.sim.rank import Rank
 from tests.system.sim.store import Bucket
+from tests.system.sim.weather import CLEAR
 from tests.unit.planning.engine import Engine
 from tests.unit.planning.oracle import objects_of
 from tests.unit.planning.setup import Request, Setup
@@ -43,6 +45,9 @@ class Surroundings:
     forms: tuple[Form, ...]
     """Of its processes, by chance."""
     form_rng: random.Random
+    secrets: tuple[Secrets, ...]
+    """Of its engines, by chance: of each, until it starts again."""
+    key_rng: random.Random
 
 
 class Node:
@@ -71,6 +76,7 @@ class Node:
         """Whether all its processes can decode compressed objects."""
         self.processes: list[Process] = []
         """Of all lives."""
+        self.secrets = around.key_rng.choice(around.secrets)
         self._around = around
         self._rng = around.rng
 
@@ -78,6 +84,7 @@ class Node:
         around = self._around
         machine = Machine(around.loop, self._rng, around.bucket, None, [], around.oracle, self.disk)
         machine.form = around.form_rng.choice(around.forms)
+        machine.secrets = self.secrets
         self.decodes = self.decodes and machine.form != "unreadable"
         return machine
 
@@ -132,6 +139,9 @@ class Node:
 
     def _end_life(self) -> None:
         self.is_up = False
+        around = self._around
+        if around.bucket.weather is not CLEAR:  # or else the next life finds what this one leaves
+            self.secrets = around.key_rng.choice(around.secrets)
         self.seen += self.engine.what_happened()
         self.processes += [process for rank in self.ranks for process in rank.processes]
 
@@ -215,10 +225,19 @@ class Node:
                 found = bytes(data)
                 if form == "compressed":
                     found = compressed(layout, found, key.block_hash)
-                self._around.bucket.publish(object_key(shard, key), found, replaces=replaces)
+                self._publish(object_key(shard, key), found, replaces=replaces)
         return self.keys(chain, shards)
 
+    def _publish(self, name: str, data: bytes, *, replaces: bool) -> None:
+        """Under one of this engine's master keys, if it encrypts."""
+        around = self._around
+        if self.secrets:
+            secret = around.key_rng.choice(self.secrets)
+            name, data = around.bucket.names.stored(name, data, secret)
+        around.bucket.publish(name, data, replaces=replaces)
+
     def keys(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
-        """Of the objects of all chunks of this prompt."""
+        """Of the objects that this engine makes of all chunks of this prompt."""
         keys = [key for key, _ in objects_of(self.setup, chain)]
-        return [object_key(shard, key) for shard in shards or self.shards() for key in keys]
+        plain = [object_key(shard, key) for shard in shards or self.shards() for key in keys]
+        return [self._around.bucket.names.of(key, self.secrets)[0] for key in plain]

@@ -24,6 +24,7 @@ from s3kv.config import Config
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
 from tests.system.sim.compressing import is_compressed, payload_of
+from tests.system.sim.encrypting import Names
 from tests.system.sim.meaning import Dictionary, Shard, format_of
 from tests.system.sim.process import Order
 from tests.system.sim.store import HANG_S, WRITE, Connection
@@ -100,11 +101,14 @@ class FleetOracle:
         config: Config,
         constants: Mapping[str, Any],
         log: Callable[[str], None],
+        keys: int,
     ) -> None:
+        """keys: most master keys of an engine."""
         self.accusations: list[str] = []
+        self.names = Names(constants["encrypted_segment_bytes"], self.accuse)
         self._keeps = config.bucket_bytes > 0
         """Where a cleaner deletes nothing, it is not asked about every use."""
-        attempts = constants["max_attempts"]
+        attempts = constants["max_attempts"] * max(1, keys)  # one request under each key
         self._requests = attempts * 2  # each GET may be sent a second time
         self._answers = self._requests
         if constants["range_bytes"]:  # the ranges of an object, and then perhaps all of it
@@ -130,6 +134,11 @@ class FleetOracle:
         return shard.payload(tokens, coverage.block_tokens)
 
     def check_put(self, key: str, data: bytes) -> None:
+        stored, opened = data, self.names.opened(key, data)
+        if opened is None:
+            self.accuse(f"{key} does not decrypt as it is put")
+            return
+        key, data = self.names.object_of(key), opened
         *_, digest, _, block_hash, name = key.split("/")
         group = int(name.partition("-")[0].removeprefix("g"))
         shard = shard_of(digest, _shard_name(key))
@@ -141,12 +150,18 @@ class FleetOracle:
         elif expected is not None and payload != expected:
             self.accuse(f"wrong bytes were put as {key}")
         self.seen["compressed objects written"] += is_compressed(data)
+        self.seen["encrypted objects written"] += stored != data
 
     def job_ended(
         self, order: Order, done: JobEnd, slab: memoryview, connection: Connection
     ) -> None:
         if order.kind is JobKind.USE:
             self._use_ended(order, done, connection)
+            return
+        if done.outcome is Outcome.CANCELLED and connection.fetching[order.object_key]:
+            # One rank still fetches what others have, and is told to fetch it again: what goes on,
+            # and what the bucket has said, may be the other job's.
+            self.seen["cancelled beside another fetch"] += 1
             return
         noted = order.object_key if order.kind is JobKind.FETCH else WRITE + order.object_key
         said = connection.answers.pop(noted, [])

@@ -19,11 +19,15 @@ from s3kv.errors import ConfigError
 from s3kv.io import wire
 from s3kv.io.server.service import Service
 from s3kv.io.sources.compressing import Compressor
+from s3kv.io.sources.encrypted_directory import EncryptedDirectory
+from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.stores.disk import Directory
+from s3kv.stores.store import ObjectStore
 from s3kv.types import ChunkKey
 from tests.system.sim.compressing import Form, compressor_of
 from tests.system.sim.disk_workers import VirtualWorkers
+from tests.system.sim.encrypting import Secrets, WatchedKeyring
 from tests.system.sim.loop import OWNER, Owner, VirtualLoop
 from tests.system.sim.memory_disk import ROOT, Disk, Kernel
 from tests.system.sim.store import Bucket, Connection
@@ -46,6 +50,7 @@ class Machine:
     oracle: Jobs
     disk: Disk | None = None
     form: Form = "plain"
+    secrets: Secrets = ()
 
 
 class Jobs(Protocol):
@@ -79,7 +84,12 @@ class Process:
         self.frozen = False
         self._frozen_at_s = 0.0
         self.connection = Connection(machine.bucket)
+        self.connection.secrets = machine.secrets
         self._machine = machine
+        self._keyring: WatchedKeyring | None = None
+        if machine.secrets:
+            names = machine.bucket.names
+            self._keyring = WatchedKeyring(machine.secrets, names, self._check_slot)
         self._kernel = machine.disk and Kernel(machine.disk, self.connection.hung, self._check_slot)
         self._loop = machine.loop
         self._owner = Owner()
@@ -203,7 +213,7 @@ class Process:
             self._service = Service(
                 message,
                 self._machine.slab,
-                self.connection,
+                self._store,
                 self._send,
                 self._finish,
                 random.Random(self._machine.rng.random()),
@@ -217,6 +227,11 @@ class Process:
             self._note(message)
         self._service.receive(message)
 
+    @property
+    def _store(self) -> ObjectStore:
+        keyring = self._keyring
+        return self.connection if keyring is None else EncryptedStore(self.connection, keyring)
+
     def _open_disk(self, prefix: str) -> tuple[Directory, VirtualWorkers] | None:
         disk, kernel = self._machine.disk, self._kernel
         if disk is None or kernel is None:
@@ -227,6 +242,8 @@ class Process:
             except ConfigError as error:
                 self._machine.oracle.accuse(f"a disk keeps an engine from its start: {error}")
                 return None
+        if self._keyring is not None:
+            directory = EncryptedDirectory(directory, self._keyring)
         return directory, VirtualWorkers(kernel, self.connection)
 
     def _open_compressor(self) -> Compressor | None:
@@ -238,6 +255,7 @@ class Process:
             self._loop.time,
             self._check_slot,
             seals=machine.disk is not None,
+            pads=bool(machine.secrets),
         )
 
     def _check_slot(self, memory: memoryview, kind: JobKind = JobKind.FETCH) -> None:
@@ -261,7 +279,7 @@ class Process:
         return Counter(compressor.counters | compressor.decoder.counters if compressor else ())
 
     def _note(self, message: BucketJob) -> None:
-        self.orders[message.job_id] = Order(
+        self.orders[message.job_id] = order = Order(
             message.kind,
             self._object_key(message.key),
             message.key,
@@ -271,6 +289,7 @@ class Process:
             self._loop.time(),
             self._handshake.is_borrowed,
         )
+        self.connection.fetching[order.object_key] += order.kind is JobKind.FETCH
 
     def _object_key(self, key: ChunkKey) -> str:
         # Spelled out, and not taken from the code under test.
@@ -283,6 +302,7 @@ class Process:
             return
         if isinstance(message, JobEnd):
             order = self.orders.pop(message.job_id)
+            self.connection.fetching[order.object_key] -= order.kind is JobKind.FETCH
             slab = self._machine.slab.view
             self._machine.oracle.job_ended(order, message, slab, self.connection)
         if not self._unsaid:

@@ -36,9 +36,7 @@ class SharingFleet(Fleet):
         shards = [shard for model in (0, 1) for size in SIZES for shard in shards_of(model, *size)]
         return Bucket(
             self.rng,
-            self.oracle.accuse,
-            self.oracle.check_put,
-            self.loop.time,
+            *self.watchers(),
             foreign=frozenset(f"{shard.namespace.root}shapes/{shard.name}" for shard in shards),
         )
 

@@ -23,6 +23,7 @@ from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.stores.traffic import Traffic
 from s3kv.upkeep.cleaner import LEASE_S
+from tests.system.sim.encrypting import Names, Secrets
 from tests.system.sim.weather import CALM, Weather
 
 BARRED_S = 120.0
@@ -52,13 +53,14 @@ _ERRORS: dict[str, type[Exception]] = {
 @dataclass
 class Bucket:
     """accuse: is told of what must not be. check_put: sees every chunk that is written. clock: the
-    server's. min_age_s: nobody deletes in bulk what was written since then. foreign: keys that
-    nobody may touch."""
+    server's. names: of encrypted objects. min_age_s: nobody deletes in bulk what was written since
+    then. foreign: keys that nobody may touch."""
 
     rng: random.Random
     accuse: Callable[[str], None]
     check_put: Callable[[str, bytes], None]
     clock: Callable[[], float]
+    names: Names
     min_age_s: float = 0.0
     foreign: frozenset[str] = frozenset()
     deletes_on_condition: bool = True
@@ -115,6 +117,8 @@ class Bucket:
                 self.accuse(f"{info.key} is deleted, {age_s:.2f} s old when it was listed")
             self.deleted.add(info.key)
         self.seen["deleted in bulk"] += len(objects)
+        encrypted = sum(".encrypted." in info.key for info in objects)
+        self.seen["encrypted objects deleted in bulk"] += encrypted
         if not self.deletes_on_condition:
             objects = [dataclasses.replace(info, etag="") for info in objects]
         return await self.objects.delete_many(objects)
@@ -144,10 +148,13 @@ class Connection:
         self.alive = True
         self.decodes = True
         """Whether its process can decode compressed objects."""
+        self.secrets: Secrets = ()
+        """The master keys of its process."""
         self.traffic = Traffic()
         self.answers: defaultdict[str, list[str]] = defaultdict(list)
         """What the bucket said of each key, for the oracle, which clears it. What it said of writes
-        is apart, under `WRITE` and the key: both may go on at once."""
+        is apart, under `WRITE` and the key: both may go on at once. Here and below, the key of an
+        encrypted object is that of the object inside."""
         self.frozen_s = 0.0
         """How long its process has been stopped so far, and calls of its disk have hung."""
         self.looks: dict[str, str] = {}
@@ -163,6 +170,8 @@ class Connection:
         oracle, which clears it."""
         self.unfolded: set[str] = set()
         """Keys of compressed objects that were read; for the oracle, which clears it."""
+        self.fetching: Counter[str] = Counter()
+        """Fetches that its process has been told and has not ended, by key."""
         self.found: set[str] = set()
         """Keys whose last fetch was good. An upload that follows needs no answer of its own."""
         self.quarantined: dict[str, float] = {}
@@ -215,7 +224,7 @@ class Connection:
     async def get_into(
         self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
-        until_s = self.quarantined.get(key, -math.inf)
+        until_s = self.quarantined.get(self._name(key), -math.inf)
         if asyncio.get_running_loop().time() < until_s:
             self._bucket.accuse(f"{key} was bad, and is asked for before {until_s}")
         return await self._get(key, place, receiver)
@@ -226,20 +235,26 @@ class Connection:
         self._bucket.seen["ranges"] += 1
         return await self._get(key, place, receiver, first)
 
+    def _name(self, key: str) -> str:
+        return self._bucket.names.object_of(key)
+
     async def _get(
         self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo | None:
         """first: of a range, which fills `place` up to the object's end; None: the whole object."""
-        with self._using(key):
-            fate = await self._begin("get", key)
+        name = self._name(key)
+        with self._using(name):
+            fate = await self._begin("get", name)
             scratch = bytearray(max(2**16, 2 * place.nbytes))
             info = await self._bucket.objects.get_into(key, Place.of(scratch))
             if info is None:
-                self.answers[key].append("missing")
+                is_last = self._bucket.names.is_last(key, self.secrets)
+                self.answers[name].append("missing" if is_last else "missing under a first key")
                 self._bucket.seen["deleted chunks asked for"] += key in self._bucket.deleted
                 return None
             data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
             written = self._bucket.written[key]
+            plain = self._bucket.names.opened(key, written) or b""
             bounds = slice(0, len(data)) if first is None else slice(first, first + place.nbytes)
             if first is not None and len(data) <= first:
                 raise StoreUnranged("the object ends before")
@@ -247,18 +262,23 @@ class Connection:
             memory = place if receiver is None else receiver.begin(len(data))
             if memory is None:
                 if len(data) != len(written):
-                    self._note(key, written, "bad", "" if first is None else " range")
+                    self._note(name, plain, "bad", "" if first is None else " range")
                 return info
             await self._receive(data[bounds], memory, receiver)
             if fate == "cut":
-                self.answers[key].append("error")
+                self.answers[name].append("error")
                 raise StoreUnavailable("the body ended early")
             good = data[bounds] == written[bounds] and len(data) == len(written)
-            self._note(key, written, "good" if good else "bad", "" if first is None else " range")
+            self.seen["encrypted objects read"] += plain != written
+            self.seen["objects under an old key read"] += key != self._first(name)
+            self._note(name, plain, "good" if good else "bad", "" if first is None else " range")
             return info
 
+    def _first(self, name: str) -> str:
+        return self._bucket.names.of(name, self.secrets)[0]
+
     def _note(self, key: str, written: bytes, said: str, suffix: str) -> None:
-        """Note the reading of the object that was `written`."""
+        """Note the reading of the object that was `written`, or of the one inside."""
         if said == "bad":
             self.bad.add(key)
         if b'"s3kv.codec"' in written[:4096]:
@@ -295,16 +315,19 @@ class Connection:
             place.cut(begin, end).write(data[begin:end])
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        self.writing[key] += 1
+        name = self._name(key)
+        if self._first(name) != key:
+            self._bucket.accuse(f"{key} is put by an engine whose first key has other names")
+        self.writing[name] += 1
         try:
-            return await self._put(key, place, if_absent)
+            return await self._put(key, name, place, if_absent)
         finally:
-            self.writing[key] -= 1
+            self.writing[name] -= 1
 
-    async def _put(self, key: str, place: Place, if_absent: bool) -> bool:
+    async def _put(self, key: str, name: str, place: Place, if_absent: bool) -> bool:
         sent = bytes(place)
         try:
-            fate = await self._begin("put", key, noted=WRITE + key)
+            fate = await self._begin("put", name, noted=WRITE + name)
         except asyncio.CancelledError:
             if self._bucket.rng.random() < 0.5:
                 self._arrives_later(key, sent, if_absent)
@@ -313,12 +336,12 @@ class Connection:
             self._bucket.accuse(f"{key} changed while it was sent")
         created = await self._bucket.put(key, sent, if_absent)
         if fate == "lost":
-            self.answers[WRITE + key].append("error")
+            self.answers[WRITE + name].append("error")
             raise StoreUnavailable("the answer was lost")
-        self.answers[WRITE + key].append("created" if created else "exists")
+        self.answers[WRITE + name].append("created" if created else "exists")
         if created:
-            self.bad.discard(key)
-            self.quarantined.pop(key, None)
+            self.bad.discard(name)
+            self.quarantined.pop(name, None)
         return created
 
     def _arrives_later(self, key: str, data: bytes, if_absent: bool) -> None:
@@ -332,7 +355,7 @@ class Connection:
         """It need not belong to a job that moves the object, and so is none of its answers."""
         await self._begin("get", key, notes=False)
         info = await self._bucket.objects.head(key)
-        self.looks[key] = "missing" if info is None else "exists"
+        self.looks[self._name(key)] = "missing" if info is None else "exists"
         return info
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
@@ -343,7 +366,7 @@ class Connection:
             return await self._bucket.objects.delete(key, if_etag=if_etag)
 
     async def refresh(self, key: str, modified_s: float) -> bool:
-        await self._begin("put", key)
+        await self._begin("put", self._name(key))
         self._bucket.seen["refreshes"] += 1
         return await self._bucket.objects.refresh(key, modified_s)
 

@@ -1,6 +1,7 @@
 """Hundreds of fleets, each through faults of its own; and proof that a fault of ours would show.
 
-In most, some engines compress what they save, and in some an engine cannot read that. Some keep
+In most, some engines compress what they save, and in some an engine cannot read that. In half of
+them, engines encrypt, with keys that differ or are being rotated. Some keep
 their bucket to a budget ("kept"), in some engines share chunks between parallel sizes
 ("shared"), in some s3kv is a tier of vLLM's offloading ("tiers"), and in some engines have a local
 disk before the bucket ("disks"). A seed that fails is replayed with
@@ -24,6 +25,7 @@ from tests.system.sim import (
     cleaner_mutants,
     compression_mutants,
     disk_mutants,
+    encryption_mutants,
     mutants,
     sharing_mutants,
     tier_mutants,
@@ -49,6 +51,7 @@ MUTANTS = [
     for kind, module, by_day in (
         ("plain", mutants, 6),
         ("plain", compression_mutants, 2),
+        ("plain", encryption_mutants, 2),
         ("kept", cleaner_mutants, 2),
         ("shared", sharing_mutants, 2),
         ("tiers", tier_mutants, 3),
@@ -61,28 +64,34 @@ EVENTS = {
     "plain": (
         "I/O processes killed, I/O processes stopped, aborted while loading, aborted while "
         "running, aborted while waiting, arrivals cut off, compressed objects fetched, compressed "
-        "objects written, crashes, deadline_cuts, evictions, fences that mattered, "
+        "objects written, crashes, deadline_cuts, encrypted objects read, encrypted objects "
+        "written, evictions, fences that mattered, "
         "fetch CANCELLED, fetch CORRUPT, fetch DENIED, fetch FAILED, fetch MISSING, fetch OK, "
         "fetches_refused_by_breaker, fetches_spared, hit_tokens_bucket, hit_tokens_host, killed "
         "while coding, loads, loads failed, objects damaged, objects lost, objects replaced, "
+        "objects under an old key read, "
         "preempted, ranges, resets, resets refused, "
-        "save FAILED, saves_dropped, second requests, service fetch MISSING codec, shutdowns, "
+        "save FAILED, saves_dropped, second requests, service fetch CORRUPT encryption, "
+        "service fetch MISSING codec, shutdowns, "
         "unplaced offers, upload DENIED, "
         "upload EXISTS, upload FAILED, upload OK"
     ),
     "kept": (
         "I/O processes killed, I/O processes stopped, compressed objects fetched, crashes, "
-        "deleted chunks asked for, deleted in bulk, leases lost, long stalls, objects damaged, "
+        "deleted chunks asked for, deleted in bulk, encrypted objects deleted in bulk, encrypted "
+        "objects read, leases lost, long stalls, objects damaged, "
         "refreshes, shutdowns, stopped at a deletion, stopped at a listing"
     ),
     "shared": (
-        "I/O processes killed, bad shards of others, compressed objects fetched, crashes, fetch "
+        "I/O processes killed, bad shards of others, compressed objects fetched, crashes, "
+        "encrypted objects read, fetch "
         "CANCELLED, fetch CORRUPT, fetch FAILED, fetch MISSING, objects damaged, objects lost, put "
         "together, put together of several, shutdowns, upload EXISTS"
     ),
     "tiers": (
         "I/O processes killed, I/O processes stopped, aborted while loading, aborted while "
-        "waiting, compressed objects fetched, crashes, deadline_cuts, deleted in bulk, "
+        "waiting, compressed objects fetched, crashes, deadline_cuts, deleted in bulk, encrypted "
+        "objects read, "
         "fetch_cancelled, fetch_corrupt, "
         "fetch_failed, fetch_missing, fetch_ok, fetches_without_room, loads, objects damaged, "
         "preempted, removals announced, resets, resets refused, saves_after_reset, "
@@ -90,7 +99,8 @@ EVENTS = {
     ),
     "disks": (
         "I/O processes killed, I/O processes stopped, compressed objects fetched, crashes, disk "
-        "calls that fail, disk calls that hang, disk hits, disks emptied, fetch CANCELLED, fetch "
+        "calls that fail, disk calls that hang, disk hits, disks emptied, encrypted objects read, "
+        "fetch CANCELLED, fetch "
         "FAILED, files damaged, files damaged and read, objects deleted on a disk, objects "
         "dropped, objects written to a disk, put together, writers killed"
     ),

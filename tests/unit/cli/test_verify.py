@@ -14,9 +14,10 @@ from s3kv.cli.verify import Verifier, sample
 from s3kv.config import Config
 from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.encryption import MasterKey
 from s3kv.objects.envelope import Envelope, Segments
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.objects.keys import ChunkAddress, Namespace, canonical_json, fingerprint_digest
 from s3kv.place import Place
 from s3kv.stores.store import Receiver
 from s3kv.types import ChunkKey, TensorSpec
@@ -136,6 +137,33 @@ def test_without_blosc2_compressed_objects_are_not_called_damaged(
     text = run("verify").stdout
     assert "2 compressed objects cannot be judged without blosc2" in text
     assert "→ pip install 'vllm-s3kv[compression]'" in text
+
+
+def test_encrypted_objects_are_counted_and_left_alone(run: Run, boto: Any) -> None:
+    fill(boto, {3: flipped(sealed(3))})
+    master = MasterKey(bytes(range(32)))
+    for number in range(30, 35):
+        address = ChunkAddress(PLACE, ChunkKey(0, block_hash(number)), SHARD)
+        put(boto, master.form_of(address).key, b"whatever it is")
+    before = held(boto)
+    result = run("verify", "--json", "--delete")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["checked"], found["encrypted"], found["unjudged"]) == (20, 5, {})
+    assert {d["key"] for d in found["damaged"]} == before - held(boto) == {key(3)}
+    text = run("verify")
+    assert text.exit_code == 0, text.output
+    assert "5 encrypted objects not read: it takes a prompt to open it" in text.stdout
+
+
+def test_a_bucket_of_encrypted_objects_is_clean(run: Run, boto: Any) -> None:
+    put(boto, PLACE.manifest, canonical_json(FINGERPRINT))
+    address = ChunkAddress(PLACE, ChunkKey(0, block_hash(1)), SHARD)
+    put(boto, MasterKey(bytes(32)).form_of(address).key, b"")
+    result = run("verify")
+    assert result.exit_code == 0, result.output
+    assert "1 encrypted object not read" in result.stdout
+    assert "0 objects (0 B) read" in result.stdout
 
 
 def test_a_header_cannot_make_it_allocate_what_it_likes(run: Run, boto: Any) -> None:

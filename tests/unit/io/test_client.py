@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any, get_args
 import pytest
 
 from s3kv.config import Config
-from s3kv.errors import IoProcessError, StoreDenied, StoreMissing, StoreUnavailable
+from s3kv.errors import ConfigError, IoProcessError, StoreDenied, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child
@@ -25,7 +26,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
 from s3kv.messages import JobEnd
 from s3kv.types import Outcome
-from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credentials
+from tests.servers import BUCKET, KEYS, boto_client, data_key, moto_server, set_credentials
 from tests.unit.io import rig
 from tests.unit.io.conftest import Open
 from tests.unit.io.stubborn import StubbornServer, stubborn_server
@@ -242,7 +243,57 @@ def test_the_process_loads_neither_torch_nor_numpy_nor_vllm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_keys_that_kms_does_not_decrypt_end_the_start(
+    endpoint: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", "kms:AAAA")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
+    client = open_client(endpoint, encryption="aes-gcm", on_unavailable="serve")
+    with pytest.raises(ConfigError, match=r"KMS does not decrypt it: .*InvalidCiphertextException"):
+        client.wait_ready(30.0)
+
+
 # How it dies
+
+
+def test_a_process_without_kms_is_replaced_until_kms_answers(
+    endpoint: str,
+    bucket: Any,
+    slab: Slab,
+    open_client: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Meanwhile every chunk is a miss, and none is taken for one that crashes the process."""
+    told = base64.b64encode(data_key(endpoint)).decode()
+    monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", f"kms:{told}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
+    client = open_client(endpoint, encryption="aes-gcm")
+    client.wait_ready(30.0)
+    rig.fill(slab, 1, number=1)
+    upload(client, 1)
+    assert ends(client, 1)[1].outcome is Outcome.OK
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "http://127.0.0.1:1")
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    while client.life.deaths < 5:  # once by the signal; a job that crashes it thrice is given up
+        until(lambda: client.poll() or client.life.state is State.UP)
+        fetch(client, 2, number=1)
+        end = ends(client, 1)[2]
+        assert end.outcome is Outcome.FAILED
+    assert "KMS does not decrypt it: Could not connect to the endpoint URL" in end.detail
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
+    until(lambda: client.poll() or client.life.state is State.UP)
+
+    def is_hit() -> bool:
+        fetch(client, 3, number=1)
+        return ends(client, 1)[3].outcome is Outcome.OK
+
+    until(is_hit, "a hit")
+    assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+    assert told[:16] not in caplog.text
 
 
 def test_a_killed_process_is_replaced_and_its_jobs_fail_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,17 @@ from tests.unit.io.rig import NAMESPACE, Worker, serving
 ROOM = 2**18
 
 
+def worker_greeting(**settings: Any) -> wire.Handshake:
+    config, (prefix, digest) = (
+        Config(bucket="bkt", **settings),
+        (NAMESPACE.prefix, NAMESPACE.digest),
+    )
+    return wire.Handshake(config, prefix, digest, SHARD, {}, item_dtype="BF16")
+
+
 @pytest.fixture
 async def worker(store: MemoryStore) -> AsyncIterator[Worker]:
-    prefix, digest = NAMESPACE.prefix, NAMESPACE.digest
-    greeting = wire.Handshake(Config(bucket="bkt"), prefix, digest, SHARD, {}, item_dtype="BF16")
-    async with serving(store, greeting=greeting, slab_bytes=8 * ROOM) as (worker, _):
+    async with serving(store, greeting=worker_greeting(), slab_bytes=8 * ROOM) as (worker, _):
         yield worker
 
 

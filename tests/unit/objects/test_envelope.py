@@ -78,9 +78,11 @@ def payload_of(form: ChunkFormat, seed: int = 1, kinds: tuple[str, ...] = ("usua
     return b"".join(parts)
 
 
-def encoded(form: ChunkFormat, payload: bytes, block_hash: bytes = HASH) -> bytes | None:
+def encoded(
+    form: ChunkFormat, payload: bytes, block_hash: bytes = HASH, *, is_padded: bool = False
+) -> bytes | None:
     place = Place(memoryview(bytearray(form.header_bytes)), memoryview(payload))
-    pieces = Envelope(form).encode(place, block_hash, CODEC, lambda: False)
+    pieces = Envelope(form).encode(place, block_hash, CODEC, lambda: False, is_padded=is_padded)
     return pieces and b"".join(pieces)
 
 
@@ -150,6 +152,7 @@ def tensors(draw: Any) -> tuple[TensorSpec, ...]:
     mode=st.sampled_from(MODES),
     kinds=st.sets(st.sampled_from(KINDS), min_size=1).map(lambda kinds: tuple(sorted(kinds))),
     is_apart=st.booleans(),
+    is_padded=st.booleans(),
     extra=st.integers(0, 100),
     steps=st.sets(st.integers(1, 2**14), max_size=10),
     seed=st.integers(0, 2**32),
@@ -160,13 +163,14 @@ def test_an_object_comes_back_while_it_arrives(
     mode: Any,
     kinds: tuple[str, ...],
     is_apart: bool,
+    is_padded: bool,
     extra: int,
     steps: set[int],
     seed: int,
 ) -> None:
     form = ChunkFormat(DIGEST, parts, 0, "whole", Integrity(mode, KEY))
     payload = payload_of(form, seed, kinds)
-    data = encoded(form, payload)
+    data = encoded(form, payload, is_padded=is_padded)
     assume(data is not None)
     assert data is not None
     assert len(data) < form.object_bytes
@@ -181,6 +185,33 @@ def test_an_object_comes_back_while_it_arrives(
     assert decoding.reason is None
     assert bytes(arena.place.payload[: form.payload_bytes]) == payload
     assert arena.is_intact()
+
+
+def test_padded_objects_have_one_of_few_lengths_whatever_their_content() -> None:
+    form = ChunkFormat(DIGEST, (kv(pages=3000),), 1, "h0-3of8-l0-31of32")
+    lengths: list[set[int]] = [set(), set()]
+    for seed in range(200):
+        payload = payload_of(form, seed, ("usual",) if seed < 100 else KINDS)
+        for is_padded in (False, True):
+            data = encoded(form, payload, is_padded=is_padded)
+            lengths[is_padded] |= {len(data)} if data else set()
+    unit = -(-form.payload_bytes // 64)
+    header_bytes = Envelope(form).header_bytes
+    assert all((nbytes - header_bytes) % unit == 0 for nbytes in lengths[True])
+    assert len(lengths[True]) <= 64 < len(lengths[False])
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_no_other_padding_is_accepted(change: int) -> None:
+    envelope, data = Envelope(FORMAT), encoded(FORMAT, payload_of(FORMAT), is_padded=True)
+    assert data is not None
+    segments = envelope.listed(data[: envelope.header_bytes], HASH, len(data))
+    assert segments is not None
+    assert segments.padding > 1
+    other = segments._replace(padding=segments.padding + change)
+    header = envelope.header(HASH, other)
+    assert envelope.listed(header, HASH, len(data) + change) is None
+    assert safetensors.torch.load(data)["segments"].numel() == len(data) - envelope.header_bytes
 
 
 def test_no_segment_is_decoded_over_itself() -> None:
@@ -589,7 +620,7 @@ def test_without_a_key_segments_can_be_exchanged_and_with_one_they_cannot() -> N
         data = good(form)
         pieces = pieces_of(form, data)
         pieces[0], pieces[1] = pieces[1], pieces[0]
-        _, decoded, digests = stored(form, data)
+        _, decoded, digests, _ = stored(form, data)
         for listed in (decoded, digests):
             listed[0], listed[1] = listed[1], listed[0]
         segments = Segments([len(piece) for piece in pieces], decoded, digests)
@@ -602,7 +633,8 @@ def test_without_the_key_nothing_can_be_forged() -> None:
     data, other = good(KEYED), good(KEYED, seed=2)
     pieces = pieces_of(KEYED, data)
     assert refusal(forged(KEYED, pieces, key=bytes(32)), KEYED) == "digest"
-    (_, decoded, digests), (_, other_decoded, theirs) = stored(KEYED, data), stored(KEYED, other)
+    _, decoded, digests, _ = stored(KEYED, data)
+    _, other_decoded, theirs, _ = stored(KEYED, other)
     for number, piece in enumerate(pieces_of(KEYED, other)):  # of another object of this chunk
         mixed = [*pieces[:number], piece, *pieces[number + 1 :]]
         lists = [

@@ -6,9 +6,12 @@ Above the line nothing of s3kv is used. Below it, the two have to agree byte by 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import random
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -16,11 +19,15 @@ import blake3
 import blosc2
 import pytest
 import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 SECRET = b"an example of a secret"
 SIZES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 SEGMENT_BYTES = 8_388_608
-COMPRESSED_SEGMENT_BYTES = 1_048_576
+COMPRESSED_SEGMENT_BYTES = ENCRYPTED_SEGMENT_BYTES = 1_048_576
 
 
 class Layer(NamedTuple):
@@ -45,7 +52,7 @@ class Tensor(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a reader knows before it reads (6)."""
+    """What a reader knows before it reads (6, and 9 but for the master key)."""
 
     prefix: str
     namespace: str
@@ -206,14 +213,14 @@ def compressed_text_of(
 
 
 def compressed_header_of(
-    what: Expected, lengths: list[int], decoded: list[str], digests: list[str]
+    what: Expected, lengths: list[int], decoded: list[str], digests: list[str], padding: int = 0
 ) -> bytes:
     count = len(compressed_segments_of(what))
     digits = {"xxh3-128": 32, "blake3-keyed": 64}[what.algorithm]
     most = str(sum(t.nbytes for t in what.tensors))
     lists = [0] * count, ["0" * 16] * count, ["0" * digits] * count
     longest = compressed_text_of(what, "0" * 128, *lists, most)
-    total = str(sum(lengths))
+    total = str(sum(lengths) + padding)
     text = compressed_text_of(what, what.block_hash.hex(), lengths, decoded, digests, total)
     return padded(text, 8 + len(longest))
 
@@ -232,14 +239,21 @@ def stored(segment: bytes, item_bytes: int) -> bytes:
     return data if is_usual and len(data) < nbytes and not nbytes % item_bytes else segment
 
 
-def write_compressed(what: Expected, payload: bytes) -> bytes:
+def padding_of(what: Expected, stored_bytes: int) -> int:
+    unit = (sum(t.nbytes for t in what.tensors) + 63) // 64
+    return (unit - stored_bytes % unit) % unit
+
+
+def write_compressed(what: Expected, payload: bytes, *, is_padded: bool = False) -> bytes:
     pieces = [stored(payload[begin:end], t) for begin, end, t in compressed_segments_of(what)]
     lengths = [len(piece) for piece in pieces]
     cuts = compressed_segments_of(what)
     decoded = [xxhash.xxh3_64_hexdigest(payload[begin:end]) for begin, end, _ in cuts]
-    covered = compressed_header_of(what, lengths, decoded, [])
+    padding = padding_of(what, sum(lengths)) if is_padded else 0
+    covered = compressed_header_of(what, lengths, decoded, [], padding)
     digests = [digest_of(what, n, piece, covered) for n, piece in enumerate(pieces)]
-    return compressed_header_of(what, lengths, decoded, digests) + b"".join(pieces)
+    header = compressed_header_of(what, lengths, decoded, digests, padding)
+    return header + bytes(padding) + b"".join(pieces)
 
 
 def read(what: Expected, data: bytes) -> bytes | None:
@@ -258,13 +272,14 @@ def read(what: Expected, data: bytes) -> bytes | None:
         return None
     lengths = [int(length, 16) for length in found[1].split(b",")]
     decoded, digests = (found[number].decode().split(",") for number in (2, 3))
-    if len(lengths) != len(segments) or sum(lengths) != len(data) - header_bytes:
+    padding = len(data) - header_bytes - sum(lengths)
+    if len(lengths) != len(segments) or padding not in (0, padding_of(what, sum(lengths))):
         return None
-    if data[:header_bytes] != compressed_header_of(what, lengths, decoded, digests):
+    if data[:header_bytes] != compressed_header_of(what, lengths, decoded, digests, padding):
         return None
-    covered = compressed_header_of(what, lengths, decoded, [])
+    covered = compressed_header_of(what, lengths, decoded, [], padding)
     payload = b""
-    cuts = pairwise(accumulate(lengths, initial=header_bytes))
+    cuts = pairwise(accumulate(lengths, initial=header_bytes + padding))
     for number, ((begin, end, t), (at, to)) in enumerate(zip(segments, cuts, strict=True)):
         piece, nbytes = data[at:to], end - begin
         if not 1 <= len(piece) <= nbytes:
@@ -281,10 +296,79 @@ def read(what: Expected, data: bytes) -> bytes | None:
     return payload
 
 
+# 9. Encrypted objects
+
+
+def derived(master: bytes, use: bytes) -> bytes:
+    info = b"s3kv 2026-11 " + use
+    return HKDF(SHA256(), 32, salt=None, info=info).derive(master)
+
+
+def encrypted_name_of(what: Expected, master: bytes) -> str:
+    said = what.namespace.encode() + b" " + what.block_hash
+    name = hmac.new(derived(master, b"names"), said, "sha256").hexdigest()
+    place = f"{what.prefix}/v3/{what.namespace}/{name[:2]}/{name}"
+    return f"{place}/g{what.coverage}-{what.shard}.encrypted.safetensors"
+
+
+def cipher_of(what: Expected, master: bytes) -> AESGCM:
+    place = f"object {what.namespace} {what.coverage} {what.shard} "
+    return AESGCM(derived(master, place.encode() + what.block_hash))
+
+
+def encrypted_header_of(master: bytes, stored_bytes: int) -> bytes:
+    key_id = derived(master, b"id of a master key")[:4].hex()
+    metadata = f'{{"s3kv.encrypted":"aes-256-gcm","s3kv.key":"{key_id}"}}'
+    entry = f'{{"dtype":"U8","shape":[{stored_bytes}],"data_offsets":[0,{stored_bytes}]}}'
+    text = f'{{"__metadata__":{metadata},"encrypted":{entry}}}'.encode("ascii")
+    return (248).to_bytes(8, "little") + text + b" " * (248 - len(text))
+
+
+def said_of(number: int, nbytes: int) -> bytes:
+    return number.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
+
+
+def write_encrypted(
+    what: Expected, master: bytes, data: bytes, nonce: Callable[[int], bytes]
+) -> bytes:
+    """The encrypted object around an object. nonce: by the segment's number."""
+    cipher, stored = cipher_of(what, master), b""
+    for number, begin in enumerate(range(0, len(data), ENCRYPTED_SEGMENT_BYTES)):
+        segment, drawn = data[begin : begin + ENCRYPTED_SEGMENT_BYTES], nonce(number)
+        stored += drawn + cipher.encrypt(drawn, segment, said_of(number, len(data)))
+    return encrypted_header_of(master, len(stored)) + stored
+
+
+def decrypt(what: Expected, master: bytes, data: bytes) -> bytes | None:
+    """The object inside; None if there is none (9)."""
+    stored_bytes, step = len(data) - 256, ENCRYPTED_SEGMENT_BYTES + 28
+    count = (stored_bytes + step - 1) // step
+    nbytes = stored_bytes - 28 * count
+    if nbytes <= (count - 1) * ENCRYPTED_SEGMENT_BYTES or count < 1:
+        return None
+    if data[:256] != encrypted_header_of(master, stored_bytes):
+        return None
+    cipher, plain = cipher_of(what, master), b""
+    for number in range(count):
+        piece = data[256 + number * step : 256 + (number + 1) * step]
+        try:
+            plain += cipher.decrypt(piece[:12], piece[12:], said_of(number, nbytes))
+        except InvalidTag:
+            return None
+    return plain
+
+
+def read_encrypted(what: Expected, master: bytes, data: bytes) -> bytes | None:
+    """The payload of an encrypted object; None if it is refused."""
+    inside = decrypt(what, master, data)
+    return None if inside is None else read(what, inside)
+
+
 # ------------------------------------------------------------------------------------------------
 from s3kv.config import SECRET_VARIABLE, Config  # noqa: E402
-from s3kv.objects import compression  # noqa: E402
+from s3kv.objects import compression, encryption  # noqa: E402
 from s3kv.objects.codec import ChunkFormat  # noqa: E402
+from s3kv.objects.encryption import Encrypted, Keyring, MasterKey  # noqa: E402
 from s3kv.objects.envelope import Decoding, Envelope  # noqa: E402
 from s3kv.objects.integrity import Integrity  # noqa: E402
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest  # noqa: E402
@@ -383,12 +467,14 @@ def varied_payload_of(what: Expected) -> bytes:
     return bytes(data)
 
 
-def compressed(ours: ChunkFormat, block_hash: bytes, payload: bytes) -> bytes:
+def compressed(
+    ours: ChunkFormat, block_hash: bytes, payload: bytes, *, is_padded: bool = False
+) -> bytes:
     envelope, codec = Envelope.of(ours), compression.codec()
     assert envelope is not None
     assert codec is not None
     place = Place(memoryview(bytearray(ours.header_bytes)), memoryview(payload))
-    pieces = envelope.encode(place, block_hash, codec, lambda: False)
+    pieces = envelope.encode(place, block_hash, codec, lambda: False, is_padded=is_padded)
     assert pieces is not None
     return b"".join(pieces)
 
@@ -429,6 +515,123 @@ def test_both_refuse_the_same_compressed_objects(pair: tuple[Expected, ChunkForm
     for data in (other, bytes(flipped), good[:-1], good + b"\0", good[:100]):
         assert read(theirs, data) is None
         assert decoded(ours, theirs.block_hash, data) is None
+
+
+def test_both_write_and_read_the_same_padded_objects(pair: tuple[Expected, ChunkFormat]) -> None:
+    theirs, ours = pair
+    if not may_be_compressed(theirs):
+        return
+    unit = (ours.payload_bytes + 63) // 64
+    for payload in (payload_of(theirs), varied_payload_of(theirs)):
+        plain = write_compressed(theirs, payload)
+        data = write_compressed(theirs, payload, is_padded=True)
+        assert data == compressed(ours, theirs.block_hash, payload, is_padded=True)
+        assert len(data) > len(plain)
+        header_bytes = 8 + int.from_bytes(data[:8], "little")
+        assert (len(data) - header_bytes) % unit == 0
+        assert read(theirs, data) == payload == decoded(ours, theirs.block_hash, data)
+        padding = len(data) - len(plain)
+        marked = data[:header_bytes] + b"x" * padding + data[header_bytes + padding :]
+        assert read(theirs, marked) == payload == decoded(ours, theirs.block_hash, marked)
+        for other in (
+            data[:header_bytes] + data[header_bytes + 1 :],
+            data[:header_bytes] + b"\0" + data[header_bytes:],
+            data[:header_bytes] + plain[header_bytes:],
+            plain[:header_bytes] + data[header_bytes:],
+        ):
+            assert read(theirs, other) is None
+            assert decoded(ours, theirs.block_hash, other) is None
+
+
+MASTER = bytes(range(32))
+
+
+def nonce_of(number: int, nbytes: int = 12) -> bytes:
+    return bytes(range(number, number + nbytes))
+
+
+def form_of(what: Expected, master: bytes = MASTER) -> Encrypted:
+    (form,) = Keyring([master]).forms(name_of(what))
+    return form
+
+
+def encrypted(form: Encrypted, data: bytes) -> bytes:
+    target = memoryview(bytearray(encryption.encrypted_bytes(len(data))))
+    target[: encryption.HEADER_BYTES] = form.header(len(data))
+    for number, inside, stored in encryption.parts(range(len(data))):
+        segment, place = data[inside.start : inside.stop], target[stored.start : stored.stop]
+        form.encrypt(segment, place, number, len(data), partial(nonce_of, number))
+    return bytes(target)
+
+
+def decrypted(form: Encrypted, data: bytes) -> bytes | None:
+    nbytes = encryption.decrypted_bytes(len(data))
+    if nbytes is None or data[: encryption.HEADER_BYTES] != form.header(nbytes):
+        return None
+    plain, view = bytearray(nbytes), memoryview(data)
+    for number, inside, stored in encryption.parts(range(nbytes)):
+        target = memoryview(plain)[inside.start : inside.stop]
+        if not form.decrypt(view[stored.start : stored.stop], target, number, nbytes):
+            return None
+    return bytes(plain)
+
+
+def forms_of_one(what: Expected) -> Iterator[tuple[bytes, bytes]]:
+    """Payload and object: plain, and where it may be, compressed and padded."""
+    payload = varied_payload_of(what)
+    yield payload, write(what, payload)
+    if may_be_compressed(what):
+        yield payload, write_compressed(what, payload, is_padded=True)
+
+
+def test_both_write_and_read_the_same_encrypted_objects(
+    pair: tuple[Expected, ChunkFormat],
+) -> None:
+    theirs, _ = pair
+    form = form_of(theirs)
+    assert form.key == encrypted_name_of(theirs, MASTER)
+    for payload, inside in forms_of_one(theirs):
+        data = write_encrypted(theirs, MASTER, inside, nonce_of)
+        assert data == encrypted(form, inside)
+        assert decrypted(form, data) == inside
+        assert read_encrypted(theirs, MASTER, data) == payload
+    for nbytes in (1, ENCRYPTED_SEGMENT_BYTES, ENCRYPTED_SEGMENT_BYTES + 1):
+        data = write_encrypted(theirs, MASTER, inside[:nbytes], nonce_of)
+        assert data == encrypted(form, inside[:nbytes])
+        assert decrypt(theirs, MASTER, data) == inside[:nbytes]
+
+
+def test_both_refuse_the_same_encrypted_objects(pair: tuple[Expected, ChunkFormat]) -> None:
+    theirs, _ = pair
+    form, inside = form_of(theirs), write(theirs, payload_of(theirs))
+    good = write_encrypted(theirs, MASTER, inside, nonce_of)
+    step = ENCRYPTED_SEGMENT_BYTES + 28
+    changes: list[dict[str, Any]] = [
+        {"block_hash": b"another"},
+        {"shard": "h0-3of8-l0-31of32"},
+        {"coverage": 1},
+        {"namespace": "f" * 32},
+    ]
+    bad = [write_encrypted(theirs._replace(**c), MASTER, inside, nonce_of) for c in changes]
+    bad += [write_encrypted(theirs, bytes(32), inside, nonce_of), inside, good[:-1], good + b"\0"]
+    bad += [good[:256], good[:284], b"", good[: 256 + step]]
+    bad.append(good[:256] + good[256 + step :][:step] + good[256 : 256 + step])
+    for at in (0, 8, 100, 255, 256, 268, 300, 256 + step, len(good) - 1):
+        bad.append(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    for data in bad:
+        assert decrypt(theirs, MASTER, data) is None
+        assert decrypted(form, data) is None
+    for change in changes:
+        moved = theirs._replace(**change)
+        assert encrypted_name_of(moved, MASTER) != encrypted_name_of(theirs, MASTER)
+        assert form_of(moved).key == encrypted_name_of(moved, MASTER)
+
+
+def test_the_prefix_is_in_no_key(pair: tuple[Expected, ChunkFormat]) -> None:
+    theirs, _ = pair
+    inside = b"an object"
+    data = write_encrypted(theirs, MASTER, inside, nonce_of)
+    assert decrypt(theirs._replace(prefix="a/copy"), MASTER, data) == inside
 
 
 def test_the_header_of_a_segment_is_the_one_of_the_page() -> None:
@@ -480,3 +683,8 @@ def test_the_example_of_the_page_is_one() -> None:
     assert data[8:4096].decode().rstrip() == header.replace("\n", "")
     assert (len(data), int.from_bytes(data[:8], "little")) == (4162, 4088)
     assert "object of 4,162 bytes: N is 4,088" in page
+    stored = write_encrypted(what, MASTER, data, nonce_of)
+    assert stored == encrypted(form_of(what), data)
+    key_id = MasterKey(MASTER).id
+    for said in (encrypted_name_of(what, MASTER), key_id, hashlib.sha256(stored).hexdigest()):
+        assert f"`{said}`" in page

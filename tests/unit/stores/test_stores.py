@@ -1,18 +1,25 @@
-"""The suite on every store: moto, SeaweedFS, Ceph, the environment's, and the reference."""
+"""The suite on every store: moto, SeaweedFS, Ceph, the environment's, the reference; and on those
+that encrypt."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from lab import constants
 from lab.memory_store import MemoryStore
 from lab.s3 import S3Server
 from s3kv.config import Config
+from s3kv.io.sources.encrypted_store import EncryptedStore
+from s3kv.objects.encryption import Encrypted, encrypted_bytes
 from s3kv.place import Place
 from s3kv.stores.s3 import s3_store
 from s3kv.stores.s3.address import find_address
@@ -21,7 +28,7 @@ from s3kv.stores.s3.s3_store import S3Store
 from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectStore
 from tests import servers
-from tests.unit.stores.suite import ObjectStoreSuite, pattern
+from tests.unit.stores.suite import ObjectStoreSuite, Recorder, apart, pattern, write
 
 REAL = servers.real_server()
 
@@ -39,8 +46,12 @@ class S3Suite(ObjectStoreSuite):
 
     timeout_ms = 10_000
 
+    @pytest.fixture
+    def store(self, plain_store: ObjectStore) -> ObjectStore:
+        return plain_store
+
     @pytest_asyncio.fixture
-    async def store(
+    async def plain_store(
         self, client: Any, place: tuple[str, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
     ) -> AsyncIterator[ObjectStore]:
         url, bucket, keys = place
@@ -123,3 +134,102 @@ class TestMemoryStore(ObjectStoreSuite):
     @pytest.fixture
     def store(self) -> MemoryStore:
         return MemoryStore()
+
+
+# --- stores that encrypt -----------------------------------------------------------------------
+
+SEGMENT_BYTES = 500
+
+
+class Ring:
+    """Stands for `Keyring`: the objects of all keys are encrypted, and keep their keys. So there
+    is no object of the suite that passes as it is."""
+
+    def forms(self, key: str) -> tuple[Encrypted, ...]:
+        return (Encrypted(key, "00000000", AESGCM(hashlib.sha256(key.encode()).digest())),)
+
+
+def encrypting(store: ObjectStore) -> EncryptedStore:
+    return EncryptedStore(store, Ring())  # type: ignore[arg-type]
+
+
+def with_cases(test: Callable[..., Any], names: str, cases: Sequence[Any]) -> Any:
+    """The same test with other cases than in the suite."""
+    assert isinstance(test, FunctionType)
+    copied = FunctionType(test.__code__, test.__globals__, test.__name__)
+    return pytest.mark.parametrize(names, cases)(copied)
+
+
+class EncryptedSuite(ObjectStoreSuite):
+    """Ranges begin with a segment, and end with one or with the object. No object is empty."""
+
+    listed_bytes = staticmethod(encrypted_bytes)
+
+    @pytest.fixture(autouse=True)
+    def short_segments(self) -> Iterator[None]:
+        with constants.changed(encrypted_segment_bytes=SEGMENT_BYTES):
+            yield
+
+    test_round_trip = with_cases(ObjectStoreSuite.test_round_trip, "nbytes", [1, 4096, 2**20 + 7])
+    test_header_and_payload_apart = with_cases(
+        ObjectStoreSuite.test_header_and_payload_apart, "nbytes", [1, 999, 1000, 1001, 700_000]
+    )
+    test_a_receiver_has_the_memory = with_cases(
+        ObjectStoreSuite.test_a_receiver_has_the_memory, "nbytes", [1, 2, 500, 3000, 700_000]
+    )
+    test_a_range = with_cases(
+        ObjectStoreSuite.test_a_range, "first,nbytes", [(0, 500), (0, 3000), (1000, 500)]
+    )
+    test_a_range_across_the_seam = with_cases(
+        ObjectStoreSuite.test_a_range_across_the_seam,
+        "bounds",
+        [(0, 3000), (0, 1000), (500, 1500), (1000, 3000), (0, 500), (2000, 2500)],
+    )
+    test_a_receiver_of_a_range = with_cases(
+        ObjectStoreSuite.test_a_receiver_of_a_range,
+        "first,nbytes",
+        [(0, 700_000), (0, 800_000), (500, 600_000), (699_500, 500), (1000, 900_000)],
+    )
+    test_an_object_that_ends_within_the_range = with_cases(
+        ObjectStoreSuite.test_an_object_that_ends_within_the_range, "first", [0, 1000, 2500]
+    )
+    test_a_range_beyond_the_end = with_cases(
+        ObjectStoreSuite.test_a_range_beyond_the_end, "first", [3000, 3500, 9000]
+    )
+
+    async def test_a_place_that_another_read_has(self, store: ObjectStore, root: str) -> None:
+        await write(store, root + "k", pattern(3000, 1))
+        place, other = apart(3000), Recorder(None)
+        await store.get_into(root + "k", place, other)
+        await store.get_range(root + "k", 500, place.cut(500, 2500), other)
+        assert bytes(place) == b"\xee" * 3000
+        assert (other.begun, other.seen) == ([3000, 3000], [])
+
+
+class TestEncryptedMemoryStore(EncryptedSuite):
+    @pytest.fixture
+    def store(self) -> EncryptedStore:
+        return encrypting(MemoryStore())
+
+
+class TestEncryptedS3StoreOnMoto(EncryptedSuite, TestS3StoreOnMoto):
+    @pytest.fixture(params=[partial(FastClient, threads=3)], ids=["fast in threads"])
+    def client(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    @pytest.fixture
+    def store(self, plain_store: ObjectStore) -> ObjectStore:
+        return encrypting(plain_store)
+
+    async def test_another_client_sees_the_same(
+        self, store: ObjectStore, place: tuple[str, str, dict[str, str]], root: str
+    ) -> None:
+        """And none of what is inside."""
+        url, bucket, keys = place
+        data = pattern(70_000, 1)
+        await write(store, root + "k", data)
+        other = servers.boto_client(url, keys)
+        found = await asyncio.to_thread(other.get_object, Bucket=bucket, Key=root + "k")
+        body = found["Body"].read()
+        assert len(body) == encrypted_bytes(70_000)
+        assert bytes(data[:500]) not in body

@@ -24,6 +24,7 @@ from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.types import ChunkKey, ItemShape, Outcome
+from tests.servers import set_credentials
 from tests.unit.io import rig
 from tests.unit.io.rig import served
 
@@ -244,13 +245,58 @@ async def test_it_says_whether_the_namespace_has_objects() -> None:
         await store.put(rig.object_key(1), Place.of(b"1"), if_absent=True)
 
 
-async def test_a_store_that_cannot_be_made_names_the_setting() -> None:
+@pytest.mark.parametrize("words", ["region is missing", "KMS says \ud800"])
+async def test_a_store_that_cannot_be_made_names_the_setting(words: str) -> None:
     def make_store(config: Config) -> MemoryStore:
-        raise ConfigError("region is missing")
+        raise ConfigError(words)
 
     async with served(make_store, on_unavailable="serve") as (worker, serving):
-        assert await worker.hear() == wire.Ready(False, "config", "region is missing")
+        answer = await worker.hear()
+        assert (answer.serving, answer.trouble) == (False, "config")
+        assert answer.message[:9] == words[:9]
         await serving
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("", "S3KV_ENCRYPTION_KEYS holds 0 words"),
+        ("0123", "word 1 is not a key"),
+        ("kms:" + 30 * "AAAA", "KMS does not decrypt it: Could not connect"),
+    ],
+)
+async def test_without_its_keys_an_engine_does_not_serve(
+    keys: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever `on_unavailable` says: it is about the bucket, and plain objects are no way out."""
+    set_credentials(monkeypatch)
+    monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", keys)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "http://127.0.0.1:1")
+    store = MemoryStore()
+    settings = {"on_unavailable": "serve", "encryption": "aes-gcm", "region": "us-east-1"}
+    async with served(lambda _: store, **settings) as (worker, serving):
+        worker.fill(1, number=1)
+        worker.say(rig.upload(1))
+        ready = await worker.hear()
+        assert (ready.serving, ready.trouble) == (False, "config")
+        assert said in ready.message
+        assert await worker.hear() is None
+        await serving
+    assert not store.asked
+
+
+async def test_with_its_keys_it_uploads_nothing_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", "0123456789abcdef" * 4)
+    store = MemoryStore()
+    async with rig.serving(store, encryption="aes-gcm") as (worker, _):
+        worker.fill(1, number=1)
+        worker.say(rig.upload(1))
+        assert (await worker.done(1))[1].outcome is Outcome.OK
+        worker.say(rig.fetch(2, number=1))
+        assert (await worker.done(1))[2].outcome is Outcome.OK
+        assert bytes(worker.slot(2)) == rig.sealed(1)
+    assert await store.head(rig.object_key(1)) is None
+    assert [info.key.endswith(".encrypted.safetensors") async for info in store.list("")] == [True]
 
 
 async def test_a_defect_at_start_is_told() -> None:

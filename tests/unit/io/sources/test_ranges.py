@@ -103,12 +103,14 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("unit", [1, 4096])
 @pytest.mark.parametrize(("nbytes", "count"), [(8192, 2), (rig.FORMAT.object_bytes, 6), (10**7, 7)])
-def test_ranges_are_the_whole_object(nbytes: int, count: int) -> None:
-    ranges = cut(nbytes, count)
+def test_ranges_are_the_whole_object(nbytes: int, count: int, unit: int) -> None:
+    ranges = cut(nbytes, count, unit)
     assert [at for bounds in ranges for at in bounds] == list(range(nbytes))
     assert len(ranges) == count
-    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 2 * unit
+    assert all(bounds.start % unit == 0 for bounds in ranges)
 
 
 async def test_a_large_object_comes_in_ranges(bucket: Bucket) -> None:
@@ -157,7 +159,7 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), StoreThrottled("SlowDown")])
 async def test_a_range_that_fails_is_sent_again_alone(bucket: Bucket, error: Exception) -> None:
     bucket.hold(KEY, rig.sealed(1))
-    first = cut(rig.FORMAT.object_bytes, RANGES)[2].start
+    first = cut(rig.FORMAT.object_bytes, RANGES, RANGE_BYTES)[2].start
     bucket.failures = {first: [error, error]}
     async with fetching(bucket) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
@@ -217,7 +219,7 @@ async def test_the_second_reading_of_a_bad_object_is_whole(
 
 
 def refuse_ranges(bucket: Bucket) -> None:
-    firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
+    firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES, RANGE_BYTES)]
     bucket.failures = {first: [StoreUnranged("200")] * 9 for first in firsts}
 
 

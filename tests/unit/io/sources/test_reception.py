@@ -90,7 +90,7 @@ def write(memory: Place | None, data: bytes, begin: int = 0) -> None:
 async def receive(reception: Reception, data: bytes, steps: int = 1) -> Mismatch | None:
     """Receive a whole object in so many steps, and verify it."""
     memory = reception.land(len(data))
-    for step in cut(len(data), steps):
+    for step in cut(len(data), steps, 1):
         write(memory, data[step.start : step.stop], step.start)
         reception.progress(step.stop)
     try:
@@ -108,7 +108,7 @@ def write_range(reception: Reception, data: bytes, bounds: range) -> None:
 
 def ranges_of(nbytes: int, count: int) -> list[range]:
     """Ranges of an object whose length was expected to be that; the last goes on to the end."""
-    *ranges, last = cut(nbytes, count)
+    *ranges, last = cut(nbytes, count, 1)
     return [*ranges, range(last.start, FORMAT.object_bytes)]
 
 
@@ -459,7 +459,7 @@ async def test_one_thread_at_a_time_has_the_place() -> None:
         for _ in range(5):
             reception = Reception(Decoder(clock, compressed.codec(), pool, seals=True), job_of())
             write(reception.land(len(STORED)), STORED)
-            for step in cut(len(STORED), 20):
+            for step in cut(len(STORED), 20, 1):
                 reception.progress(step.stop)
                 await asyncio.sleep(0.001)
             assert await reception.check(len(STORED)) is None

@@ -1,0 +1,31 @@
+"""Check of the master keys of `encryption`, read as an engine reads them, and of its speed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from s3kv.cli.doctor.findings import Finding
+from s3kv.config import Config, count
+from s3kv.errors import ConfigError
+from s3kv.io.server.keyring import open_keyring
+from s3kv.objects.encryption import speeds
+
+_REMEDY = "give this host the keys of the other engines: none starts without them"
+
+
+def examine(config: Config, clock: Callable[[], float]) -> list[Finding]:
+    """The finding on the keys; none if encryption is off. Asks KMS for those that it decrypts,
+    which takes half a minute at most. clock: in seconds. Call it where no asyncio loop runs."""
+    try:
+        keyring = asyncio.run(open_keyring(config))
+    except ConfigError as error:
+        return [Finding("encryption", "fault", str(error), _REMEDY)]
+    if keyring is None:
+        return []
+    keys, (encrypting, decrypting) = keyring.keys, speeds(clock)
+    told = (
+        f"{count(len(keys), 'key')}; the first, {keys[0].id}, encrypts; one thread encrypts "
+        f"{encrypting / 1e9:.1f} GB/s and decrypts {decrypting / 1e9:.1f} GB/s"
+    )
+    return [Finding("encryption", "ok", told)]
