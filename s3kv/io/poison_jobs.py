@@ -2,8 +2,8 @@
 
 A job that was in the process at `_CRASHES` crashes, and has never ended in between, is not sent
 any more. It is known by the object that it moves, so a job that was beside the culprit each time is
-given up with it: a miss, or an upload less. A SIGKILL from outside is no crash, nor is
-the end of a process that could not serve. Pure.
+given up with it: a miss, or an upload less. A SIGKILL from outside is no crash, nor is the end of a
+process that could not serve. Pure.
 """
 
 from __future__ import annotations

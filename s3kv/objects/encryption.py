@@ -26,17 +26,16 @@ from __future__ import annotations
 import hmac
 import importlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from s3kv.errors import ConfigError
 from s3kv.objects import keys
 from s3kv.objects.keys import ChunkAddress
+from s3kv.types import fastest_s
 
 MASTER_KEY_BYTES = 32
 SEGMENT_BYTES = 2**20
@@ -70,7 +69,7 @@ def encrypted_range(bounds: range) -> range:
     return range(encrypted_bytes(bounds.start) if bounds.start else 0, encrypted_bytes(bounds.stop))
 
 
-class Encrypted:
+class EncryptedForm:
     """The encrypted form of one object, under one master key. Its methods may be called in any
     thread, and hold the GIL for microseconds.
 
@@ -110,7 +109,7 @@ class Encrypted:
         nonce, said = bytes(stored[:_NONCE_BYTES]), _associated(number, object_bytes)
         try:
             self._cipher.decrypt_into(nonce, stored[_NONCE_BYTES:], said, target)
-        except _aead().InvalidTag:
+        except _cryptography().InvalidTag:
             return False
         return True
 
@@ -119,7 +118,7 @@ def _associated(number: int, object_bytes: int) -> bytes:
     return number.to_bytes(8, "little") + object_bytes.to_bytes(8, "little")
 
 
-def parts(bounds: range) -> Iterator[tuple[int, range, range]]:
+def segments_in(bounds: range) -> Iterator[tuple[int, range, range]]:
     """The segments of these bytes of an object, as for `encrypted_range`: of each its number, its
     bytes from the first of them, and its stored bytes from the first of `encrypted_range`."""
     begin = encrypted_range(bounds).start
@@ -144,7 +143,7 @@ class MasterKey:
         object.__setattr__(self, "id", _derived(self.secret, _ID_CONTEXT)[:4].hex())
         object.__setattr__(self, "_names", _derived(self.secret, _NAMES_CONTEXT))
 
-    def form_of(self, address: ChunkAddress) -> Encrypted:
+    def form_of(self, address: ChunkAddress) -> EncryptedForm:
         """The encrypted form of the object with this address."""
         namespace, (coverage, block_hash) = address.namespace, address.key
         said = f"{namespace.digest} ".encode() + block_hash
@@ -152,7 +151,7 @@ class MasterKey:
         key = namespace.chunk(name, address.shard, is_encrypted=True)
         identity = f"{namespace.digest} {coverage} {address.shard} ".encode() + block_hash
         secret = _derived(self.secret, _OBJECT_CONTEXT + identity)
-        return Encrypted(key, self.id, _aead().AESGCM(secret))
+        return EncryptedForm(key, self.id, _cryptography().AESGCM(secret))
 
 
 class Keyring:
@@ -165,13 +164,13 @@ class Keyring:
     def __init__(self, secrets: Sequence[bytes]) -> None:
         if not secrets or len(set(secrets)) < len(secrets):
             raise ValueError("a keyring needs one or more keys that differ from each other")
-        _aead()
+        _cryptography()
         self.keys = tuple(map(MasterKey, secrets))
         self.forms = lru_cache(maxsize=1024)(self._forms)
         """By key, the encrypted forms of the object, that of new objects first; none if the key is
         not that of a plain or compressed object."""
 
-    def _forms(self, key: str) -> tuple[Encrypted, ...]:
+    def _forms(self, key: str) -> tuple[EncryptedForm, ...]:
         address = keys.parse(key)
         if address is None or address.is_encrypted:
             return ()
@@ -181,43 +180,38 @@ class Keyring:
 def speeds(clock: Callable[[], float]) -> tuple[float, float]:
     """Bytes per second that one thread encrypts, and decrypts: the best of three segments. clock:
     in seconds. Raises `ConfigError` if the package cryptography is missing."""
-    form = Encrypted("", "", _aead().AESGCM(bytes(MASTER_KEY_BYTES)))
+    form = EncryptedForm("", "", _cryptography().AESGCM(bytes(MASTER_KEY_BYTES)))
     plain = memoryview(bytearray(SEGMENT_BYTES))
     stored = memoryview(bytearray(SEGMENT_BYTES + _EXTRA_BYTES))
-    fastest_s = [math.inf, math.inf]
-    for _ in range(3):
-        times_s = [clock()]
-        form.encrypt(plain, stored, 0, SEGMENT_BYTES)
-        times_s.append(clock())
-        form.decrypt(stored, plain, 0, SEGMENT_BYTES)
-        times_s.append(clock())
-        took_s = (end_s - begin_s for begin_s, end_s in pairwise(times_s))
-        fastest_s = [*map(min, fastest_s, took_s)]
-    encrypting, decrypting = (SEGMENT_BYTES / max(it_s, 1e-6) for it_s in fastest_s)
-    return encrypting, decrypting
+    encrypting_s = fastest_s(lambda: form.encrypt(plain, stored, 0, SEGMENT_BYTES), clock)
+    decrypting_s = fastest_s(lambda: form.decrypt(stored, plain, 0, SEGMENT_BYTES), clock)
+    return SEGMENT_BYTES / encrypting_s, SEGMENT_BYTES / decrypting_s
 
 
 def _derived(secret: bytes, info: bytes) -> bytes:
-    """HKDF-SHA256 without a salt, 32 bytes: one block of its output (RFC 5869, 2.2 and 2.3)."""
-    extracted = hmac.digest(bytes(32), secret, "sha256")
-    return hmac.digest(extracted, info + b"\x01", "sha256")
+    """HKDF-SHA256 without a salt, 32 bytes."""
+    package = _cryptography()
+    derived: bytes = package.HKDF(package.SHA256(), 32, None, info).derive(secret)
+    return derived
 
 
-class _Aead:
+class _Cryptography:
     """The names of the package cryptography that are in use."""
 
     def __init__(self) -> None:
+        primitives = "cryptography.hazmat.primitives"
         self.InvalidTag = importlib.import_module("cryptography.exceptions").InvalidTag
-        aead = importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
-        self.AESGCM = aead.AESGCM
-        if not hasattr(aead.AESGCM, "decrypt_into"):
+        self.AESGCM = importlib.import_module(f"{primitives}.ciphers.aead").AESGCM
+        self.HKDF = importlib.import_module(f"{primitives}.kdf.hkdf").HKDF
+        self.SHA256 = importlib.import_module(f"{primitives}.hashes").SHA256
+        if not hasattr(self.AESGCM, "decrypt_into"):
             raise ImportError("a version before 47")
 
 
 @lru_cache(maxsize=1)
-def _aead() -> _Aead:
+def _cryptography() -> _Cryptography:
     try:
-        return _Aead()
+        return _Cryptography()
     except ImportError as error:
         raise ConfigError(
             f"encryption is 'aes-gcm', which needs the package cryptography, 47 or later: {REMEDY},"

@@ -18,6 +18,7 @@ MOVED = "code has moved and texts have changed since, and nothing of what is mea
 NO_THREADS = "the threads of the network have changed since, and two cores have none"
 PLAIN = "objects may be compressed since then, and these were plain, as they would be now"
 OLDER: dict[str, str] = {
+    "compressed.json": MOVED,
     "engine-shaped.json": PLAIN,
     "gpu-h200.json": "each part names its commit: there is not a GPU for every change",
     "peers-disk.json": PLAIN,

@@ -18,12 +18,12 @@ from s3kv.io.sources.staging import StagingMemory
 from s3kv.objects.encryption import (
     HEADER_BYTES,
     SEGMENT_BYTES,
-    Encrypted,
+    EncryptedForm,
     Keyring,
     decrypted_bytes,
     encrypted_bytes,
     encrypted_range,
-    parts,
+    segments_in,
 )
 from s3kv.place import Place
 from s3kv.stores.store import UNREADABLE, ObjectInfo, ObjectStore, Receiver
@@ -128,11 +128,11 @@ class EncryptedStore:
         await self._store.close()
 
 
-def encrypting(form: Encrypted, place: Place, buffer: memoryview) -> Iterator[None]:
+def encrypting(form: EncryptedForm, place: Place, buffer: memoryview) -> Iterator[None]:
     """Encrypt the object in `place` into all of `buffer`; yields after each segment."""
     nbytes = place.nbytes
     buffer[:HEADER_BYTES] = form.header(nbytes)
-    for number, inside, stored in parts(range(nbytes)):
+    for number, inside, stored in segments_in(range(nbytes)):
         views = place.cut(inside.start, inside.stop).views
         data = views[0] if len(views) == 1 else b"".join(views)
         form.encrypt(data, buffer[stored.start : stored.stop], number, nbytes)
@@ -150,7 +150,7 @@ class Decryption:
 
     def __init__(
         self,
-        form: Encrypted,
+        form: EncryptedForm,
         bounds: range | None,
         place: Place,
         buffer: memoryview,
@@ -159,7 +159,7 @@ class Decryption:
         self._form, self._place, self._is_whole = form, place, bounds is None
         self._bounds = bounds or range(place.nbytes)
         self._buffer, self._receiver = buffer, receiver
-        self._nbytes: int | None = None
+        self._nbytes = 0
         """Length of the object inside."""
         self._target: Place | None = None
         self._parts: list[tuple[int, range, range]] = []
@@ -167,8 +167,8 @@ class Decryption:
         self._is_bad = False
 
     def begin(self, nbytes: int) -> Place | None:
-        self._nbytes = decrypted_bytes(nbytes)
-        if self._nbytes is None:
+        self._nbytes = decrypted_bytes(nbytes) or 0
+        if not self._nbytes:
             return None
         receiver = self._receiver
         memory = self._place if receiver is None else receiver.begin(self._nbytes)
@@ -178,7 +178,7 @@ class Decryption:
         if bounds.stop < self._nbytes and (self._is_whole or bounds.stop % SEGMENT_BYTES):
             return None  # it is longer than expected
         self._target = memory
-        self._parts = [*parts(bounds)][::-1]
+        self._parts = [*segments_in(bounds)][::-1]
         return Place.of(self._buffer)
 
     def arrived(self, nbytes: int) -> None:
@@ -199,7 +199,6 @@ class Decryption:
     def _decrypt_segment(self, number: int, inside: range, stored: range) -> bool:
         form, nbytes = self._form, self._nbytes
         assert self._target is not None
-        assert nbytes is not None
         if number == 0 and self._buffer[:HEADER_BYTES] != form.header(nbytes):
             return False
         target = self._target.cut(inside.start, inside.stop)
@@ -214,9 +213,8 @@ class Decryption:
     def end(self, info: ObjectInfo) -> ObjectInfo:
         """The metadata of the object inside. All of what is read has arrived, unless `begin` gave
         no memory, or it was not called."""
-        if self._target is not None:
-            self._decrypt(len(self._buffer))
+        self._decrypt(len(self._buffer))
         nbytes = decrypted_bytes(info.nbytes)
-        if nbytes is None or self._is_bad or (self._target is not None and self._parts):
+        if nbytes is None or self._is_bad or self._parts:
             nbytes = UNREADABLE
         return replace(info, nbytes=nbytes)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from s3kv.io import wire
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.encryption import Encrypted
+from s3kv.objects.encryption import EncryptedForm
 from s3kv.objects.envelope import Envelope
 from s3kv.objects.headers import Mismatch, read_header
 from s3kv.place import Place
@@ -164,7 +164,7 @@ def test_a_reader_that_believes_anything_is_caught(monkeypatch: pytest.MonkeyPat
 def test_a_reader_of_encrypted_objects_that_believes_anything_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Encrypted, "decrypt", lambda *arguments: True)
+    monkeypatch.setattr(EncryptedForm, "decrypt", lambda *arguments: True)
     with pytest.raises(targets.Wrong, match="forgery"):
         targets.encrypted(b"\x00\x01\x01x")
 

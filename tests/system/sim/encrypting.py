@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from s3kv.messages import JobKind
-from s3kv.objects.encryption import Encrypted, Keyring
+from s3kv.objects.encryption import EncryptedForm, Keyring
 from tests.system.encrypted_form import decrypted, encrypted, encrypted_key
 
 Secrets = tuple[bytes, ...]
@@ -71,7 +71,7 @@ class WatchedKeyring(Keyring):
         super().__init__(secrets)
         self._secrets, self._names, self._check_slot = secrets, names, check_slot
 
-    def _forms(self, key: str) -> tuple[Encrypted, ...]:
+    def _forms(self, key: str) -> tuple[EncryptedForm, ...]:
         forms = super()._forms(key)
         expected = self._names.of(key, self._secrets) if forms else []
         if [form.key for form in forms] != expected:

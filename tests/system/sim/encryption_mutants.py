@@ -11,7 +11,7 @@ from typing import Any
 from s3kv.io.sources.encrypted_store import Decryption, EncryptedStore
 from s3kv.io.sources.staging import StagingMemory
 from s3kv.objects import encryption
-from s3kv.objects.encryption import Encrypted, MasterKey
+from s3kv.objects.encryption import EncryptedForm, MasterKey
 from s3kv.objects.keys import ChunkAddress
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo, Receiver
@@ -31,18 +31,18 @@ swap(
 
 
 @instead_of(MasterKey, "form_of")
-def leaves_the_shard_out_of_the_key(self: MasterKey, address: ChunkAddress) -> Encrypted:
+def leaves_the_shard_out_of_the_key(self: MasterKey, address: ChunkAddress) -> EncryptedForm:
     """But not out of the name."""
     right, wrong = (form_of(self, replace(address, shard=s)) for s in (address.shard, "whole"))
-    return Encrypted(right.key, self.id, wrong._cipher)
+    return EncryptedForm(right.key, self.id, wrong._cipher)
 
 
 @instead_of(MasterKey, "form_of")
-def leaves_the_master_key_out_of_the_name(self: MasterKey, address: ChunkAddress) -> Encrypted:
+def leaves_the_master_key_out_of_the_name(self: MasterKey, address: ChunkAddress) -> EncryptedForm:
     mark = hmac.digest(b"", address.key.block_hash, "sha256")
     name = address.key._replace(block_hash=mark)
     key = address.namespace.chunk(name, address.shard, is_encrypted=True)
-    return Encrypted(key, self.id, form_of(self, address)._cipher)
+    return EncryptedForm(key, self.id, form_of(self, address)._cipher)
 
 
 @instead_of(EncryptedStore, "get_into")

@@ -368,7 +368,7 @@ def read_encrypted(what: Expected, master: bytes, data: bytes) -> bytes | None:
 from s3kv.config import SECRET_VARIABLE, Config  # noqa: E402
 from s3kv.objects import compression, encryption  # noqa: E402
 from s3kv.objects.codec import ChunkFormat  # noqa: E402
-from s3kv.objects.encryption import Encrypted, Keyring, MasterKey  # noqa: E402
+from s3kv.objects.encryption import EncryptedForm, Keyring, MasterKey  # noqa: E402
 from s3kv.objects.envelope import Decoding, Envelope  # noqa: E402
 from s3kv.objects.integrity import Integrity  # noqa: E402
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest  # noqa: E402
@@ -550,26 +550,26 @@ def nonce_of(number: int, nbytes: int = 12) -> bytes:
     return bytes(range(number, number + nbytes))
 
 
-def form_of(what: Expected, master: bytes = MASTER) -> Encrypted:
+def form_of(what: Expected, master: bytes = MASTER) -> EncryptedForm:
     (form,) = Keyring([master]).forms(name_of(what))
     return form
 
 
-def encrypted(form: Encrypted, data: bytes) -> bytes:
+def encrypted(form: EncryptedForm, data: bytes) -> bytes:
     target = memoryview(bytearray(encryption.encrypted_bytes(len(data))))
     target[: encryption.HEADER_BYTES] = form.header(len(data))
-    for number, inside, stored in encryption.parts(range(len(data))):
+    for number, inside, stored in encryption.segments_in(range(len(data))):
         segment, place = data[inside.start : inside.stop], target[stored.start : stored.stop]
         form.encrypt(segment, place, number, len(data), partial(nonce_of, number))
     return bytes(target)
 
 
-def decrypted(form: Encrypted, data: bytes) -> bytes | None:
+def decrypted(form: EncryptedForm, data: bytes) -> bytes | None:
     nbytes = encryption.decrypted_bytes(len(data))
     if nbytes is None or data[: encryption.HEADER_BYTES] != form.header(nbytes):
         return None
     plain, view = bytearray(nbytes), memoryview(data)
-    for number, inside, stored in encryption.parts(range(nbytes)):
+    for number, inside, stored in encryption.segments_in(range(nbytes)):
         target = memoryview(plain)[inside.start : inside.stop]
         if not form.decrypt(view[stored.start : stored.stop], target, number, nbytes):
             return None

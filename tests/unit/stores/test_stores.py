@@ -19,7 +19,7 @@ from lab.memory_store import MemoryStore
 from lab.s3 import S3Server
 from s3kv.config import Config
 from s3kv.io.sources.encrypted_store import EncryptedStore
-from s3kv.objects.encryption import Encrypted, encrypted_bytes
+from s3kv.objects.encryption import EncryptedForm, encrypted_bytes
 from s3kv.place import Place
 from s3kv.stores.s3 import s3_store
 from s3kv.stores.s3.address import find_address
@@ -145,8 +145,8 @@ class Ring:
     """Stands for `Keyring`: the objects of all keys are encrypted, and keep their keys. So there
     is no object of the suite that passes as it is."""
 
-    def forms(self, key: str) -> tuple[Encrypted, ...]:
-        return (Encrypted(key, "00000000", AESGCM(hashlib.sha256(key.encode()).digest())),)
+    def forms(self, key: str) -> tuple[EncryptedForm, ...]:
+        return (EncryptedForm(key, "00000000", AESGCM(hashlib.sha256(key.encode()).digest())),)
 
 
 def encrypting(store: ObjectStore) -> EncryptedStore:

@@ -152,6 +152,6 @@ async def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ConfigError(f"needs cryptography: {encryption.REMEDY}")
 
-    monkeypatch.setattr(encryption, "_aead", missing)
+    monkeypatch.setattr(encryption, "_cryptography", missing)
     monkeypatch.setenv(KEYS_VARIABLE, KEYS[0])
     assert encryption.REMEDY in await refused()

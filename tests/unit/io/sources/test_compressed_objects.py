@@ -409,12 +409,16 @@ async def test_a_late_request_writes_nothing_once_another_has_the_place(
 ) -> None:
     bucket.hold(KEY, STORED)
     async with serving(bucket, range_bytes, hedge_percent=100.0) as worker:
-        for _ in range(8):
-            assert (await fetched(worker)).outcome is Outcome.OK
-        bucket.late = 1
+        await check_a_late_request(bucket, worker)
+
+
+async def check_a_late_request(bucket: Bucket, worker: Worker) -> None:
+    for _ in range(8):
         assert (await fetched(worker)).outcome is Outcome.OK
-        assert bucket.landed == [None]
-        assert (await worker.settled()).counters["io_hedges_won"] == 1
+    bucket.late = 1
+    assert (await fetched(worker)).outcome is Outcome.OK
+    assert bucket.landed == [None]
+    assert (await worker.settled()).counters["io_hedges_won"] == 1
 
 
 @WAYS
@@ -423,20 +427,24 @@ async def test_nothing_is_written_after_a_fetch_has_been_cancelled(
 ) -> None:
     bucket.hold(KEY, STORED)
     async with serving(bucket, range_bytes) as worker:
-        for number in range(4):
-            bucket.gate.clear()
-            bucket.halves = 0
-            worker.say(rig.fetch(1))
-            await until(lambda: bucket.halves)
-            for _ in range(number):
-                await asyncio.sleep(0.001)
-            worker.say(wire.Cancel(1))
-            assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
-            left = bytes(worker.slab.view)
-            bucket.gate.set()
-            await asyncio.sleep(0.005)
-            assert worker.slab.view == left
-            assert (await fetched(worker)).outcome is Outcome.OK
+        await check_cancelled_fetches(bucket, worker)
+
+
+async def check_cancelled_fetches(bucket: Bucket, worker: Worker) -> None:
+    for number in range(4):
+        bucket.gate.clear()
+        bucket.halves = 0
+        worker.say(rig.fetch(1))
+        await until(lambda: bucket.halves)
+        for _ in range(number):
+            await asyncio.sleep(0.001)
+        worker.say(wire.Cancel(1))
+        assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
+        left = bytes(worker.slab.view)
+        bucket.gate.set()
+        await asyncio.sleep(0.005)
+        assert worker.slab.view == left
+        assert (await fetched(worker)).outcome is Outcome.OK
 
 
 @WAYS

@@ -20,7 +20,6 @@ from lab import constants
 from lab.memory_store import MemoryStore
 from s3kv.config import KEYS_VARIABLE, Config
 from s3kv.errors import StoreUnavailable
-from s3kv.io import wire
 from s3kv.io.sources.bucket import RANGE_BYTES, BucketSource
 from s3kv.io.sources.compressing import Compressor
 from s3kv.io.sources.encrypted_store import EncryptedStore, encrypting
@@ -262,12 +261,7 @@ async def test_a_late_request_writes_nothing_once_another_has_the_place(
     """Nor into the memory of the other."""
     bucket.hold(KEY, data)
     async with serving(bucket, range_bytes, hedge_percent=100.0) as worker:
-        for _ in range(8):
-            assert (await fetched(worker)).outcome is Outcome.OK
-        bucket.late = 1
-        assert (await fetched(worker)).outcome is Outcome.OK
-        assert bucket.landed == [None]
-        assert (await worker.settled()).counters["io_hedges_won"] == 1
+        await objects.check_a_late_request(bucket, worker)
 
 
 @WAYS
@@ -290,20 +284,7 @@ async def test_nothing_is_written_after_a_fetch_has_been_cancelled(
 ) -> None:
     bucket.hold(KEY, data)
     async with serving(bucket, range_bytes) as worker:
-        for number in range(4):
-            bucket.gate.clear()
-            bucket.halves = 0
-            worker.say(rig.fetch(1))
-            await objects.until(lambda: bucket.halves)
-            for _ in range(number):
-                await asyncio.sleep(0.001)
-            worker.say(wire.Cancel(1))
-            assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
-            left = bytes(worker.slab.view)
-            bucket.gate.set()
-            await asyncio.sleep(0.005)
-            assert worker.slab.view == left
-            assert (await fetched(worker)).outcome is Outcome.OK
+        await objects.check_cancelled_fetches(bucket, worker)
 
 
 # --- network threads, and ranges of 4 MiB ------------------------------------------------------
