@@ -55,6 +55,7 @@ class Blosc2:
     """The codec of the package blosc2."""
 
     def __init__(self, blosc2: Any) -> None:
+        blosc2.set_releasegil(True)  # for the whole process: the package holds it by default
         self._compress, self._decompress = blosc2.compress2, blosc2.decompress2
         self._settings = {
             "codec": blosc2.Codec.ZSTD,

@@ -173,7 +173,7 @@ def codec_with(module: Any, monkeypatch: pytest.MonkeyPatch) -> compression.Code
 
 
 def like_blosc2(**changes: Any) -> SimpleNamespace:
-    names = ("compress2", "decompress2", "Codec", "Filter")
+    names = ("compress2", "decompress2", "Codec", "Filter", "set_releasegil")
     return SimpleNamespace(**{name: getattr(blosc2, name) for name in names} | changes)
 
 
