@@ -18,7 +18,7 @@ from s3kv.io.wire import START_TIMEOUT_S
 from tests.project import ROOT
 from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Rendered, nbytes, render
 
-OVERLAYS = ("eks-irsa", "local-disk", "multi-host", "tensor-parallel")
+OVERLAYS = ("eks-irsa", "encryption", "local-disk", "multi-host", "tensor-parallel")
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("deploy")]
 
@@ -155,6 +155,22 @@ def test_the_disk_is_the_nodes_and_the_directory_is_made_by_s3kv() -> None:
     (limit,) = re.findall(r"sizeLimit: (\S+)", text)
     assert (parse_bytes(f"{limit}B") or 0) > settings.disk_bytes
     assert replace(settings, disk_path=None, disk_bytes=0) == base.settings
+
+
+def test_the_keys_are_in_a_secret_that_the_user_of_the_pod_can_read() -> None:
+    rendered, base = (render(KUBERNETES / folder) for folder in ("overlays/encryption", "base"))
+    settings, (pod,) = rendered.settings, rendered.pods
+    assert settings.encryption == "aes-gcm"
+    assert settings.encryption_keys_file is not None
+    mounted, key = os.path.split(settings.encryption_keys_file)
+    secret = pod.volume(mounted)["secret"]
+    assert secret["defaultMode"] == 0o440, "root's files, for root's group"
+    assert pod.spec["securityContext"]["runAsGroup"] == 0
+    assert "optional" not in secret
+    assert not rendered.all("Secret"), "keys belong in no file of a repository"
+    text = (KUBERNETES / "overlays/encryption/kustomization.yaml").read_text()
+    assert f"create secret generic {secret['secretName']} --from-file={key}" in text
+    assert replace(settings, encryption="off", encryption_keys_file=None) == base.settings
 
 
 def test_nothing_runs_as_root(rendered: Rendered) -> None:
