@@ -2,7 +2,7 @@
 
 An engine's thread spends most of a step in Python and in launches of kernels, and shares the GIL
 and the driver's locks with the thread that launches copies. Random blocks of Llama-3-8B in chunks
-of 256 tokens, by each path and by the chosen one:
+of 256 tokens:
 
 - thread: how many rounds of a loop, some Python and the launch of a kernel, a thread manages in a
   second, alone, and while chunks are saved, or loaded, without a pause; `slower` is what of it is
@@ -74,28 +74,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = command_line(__doc__, seconds=60, mib=0).parse_args(arguments)
     machine = Machine(options.device)
     report = Report("gpu_busy", machine, options, queued=QUEUED)
-    measures: dict[str, Callable[[CopyRig, BlockCopies, int], Any]] = {
+    measures: dict[str, Callable[[CopyRig, BlockCopies, int], dict[str, Any]]] = {
         "fence": _fence,
         "launch": _launch,
         "thread": partial(_thread, seconds=0.5 if machine.is_gpu else 0.05),
     }
     for name, measure in measures.items():
-        report.part(name, partial(_by_path, machine, measure, options.rounds))
+        report.part(name, partial(_measured, machine, measure, options.rounds))
     return report.finish()
 
 
-def _by_path(
-    machine: Machine, measure: Callable[[CopyRig, BlockCopies, int], Any], rounds: int
+def _measured(
+    machine: Machine, measure: Callable[[CopyRig, BlockCopies, int], dict[str, Any]], rounds: int
 ) -> dict[str, Any]:
     model, block_tokens = (LLAMA_8B, BLOCK_TOKENS) if machine.is_gpu else (TINY, 128)
     chunk_bytes = model.token_bytes * CHUNK_TOKENS
     rig = CopyRig(machine, model, block_tokens, QUEUED * chunk_bytes)
 
-    def warm(copies: BlockCopies) -> Any:
+    def warm(copies: BlockCopies) -> dict[str, Any]:
         rig.save_all(copies)
         return measure(rig, copies, rounds)
 
-    return rig.by_path(warm)
+    return rig.measured(warm)
 
 
 def _thread(rig: CopyRig, copies: BlockCopies, rounds: int, *, seconds: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """KV blocks between a GPU and host memory: `python -m benchmarks.gpu_copies [--out FILE]`.
 
 Random blocks of Llama-3-8B, Llama-3-70B on 8 GPUs and DeepSeek-V3, in chunks of 256 tokens, by the
-copies as a worker has them: each path of its own and the one that is chosen.
+copies as a worker has them.
 
 - throughput: GB/s of saves and loads, beside one large copy of pinned memory over the same bus in
   the same round (goal: 0.92 of it)

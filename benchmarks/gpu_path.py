@@ -74,7 +74,7 @@ def _measured(make_rig: Callable[[], CopyRig], rounds: int) -> dict[str, Any]:
         rig = make_rig()
         stack.callback(rig.close)
         server = stack.enter_context(shaped(FAST))
-        copies = stack.enter_context(rig.copies(None))
+        copies = stack.enter_context(rig.copies())
         pipeline = Pipeline(rig, copies, server.url)
         stack.callback(pipeline.close)
         saved_s = pipeline.save_all()

@@ -240,9 +240,6 @@ KV_METRICS: Mapping[str, Metric] = {
         "blocks of the chunk. believed_present: the bucket had lost the chunk meanwhile.",
         labels={"reason": ("inflight", *UNSAVED.values())},
     ),
-    "batches_refused": Metric(
-        "Batches of copies that a GPU's driver refused; after three in a row no more are sent."
-    ),
     "save_ok": Metric("Chunks copied to host memory, per rank."),
     "save_failed": Metric("Chunks whose copy to host memory failed, per rank."),
     "save_bytes": Metric("Bytes copied from the device to host memory."),

@@ -244,7 +244,6 @@ LOSSES = (
             "upload_denied",
             "upload_failed",
             "save_failed",
-            "batches_refused",
             "loads_failed",
             "io_restarts",
             "io_defects",

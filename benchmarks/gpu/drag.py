@@ -116,9 +116,9 @@ def with_small_copies(machine: Machine, step: Callable[[], object]) -> Callable[
 def measure(
     machine: Machine, rig: CopyRig, step: Callable[[], object], *, steps: int, rounds: int
 ) -> dict[str, Any]:
-    """Milliseconds of a step with each kind of copies beside it, by path, and what of it is theirs;
+    """Milliseconds of a step with each kind of copies beside it, and how much slower they make it;
     the kinds take turns."""
-    return rig.by_path(lambda copies: _compared(machine, rig, copies, step, steps, rounds))
+    return rig.measured(lambda copies: _compared(machine, rig, copies, step, steps, rounds))
 
 
 def _compared(

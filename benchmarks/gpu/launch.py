@@ -18,15 +18,15 @@ _PAUSE_S = 200e-6
 
 
 def measure(machine: Machine, model: Model, block_tokens: int, chunks: int) -> dict[str, Any]:
-    """Microseconds of each call, by path: `save`, `fence` right behind it, `load` of one chunk, and
-    `poll` while copies are under way."""
+    """Microseconds of each call: `save`, `fence` right behind it, `load` of one chunk, and `poll`
+    while copies are under way."""
     rig = CopyRig(machine, model, block_tokens, 0)
     found: dict[str, Any] = {
         "layers": model.layers,
         "blocks": rig.layout.blocks_per_chunk,
         "chunks": chunks,
     }
-    return found | rig.by_path(lambda copies: _calls(rig, copies, chunks))
+    return found | rig.measured(lambda copies: _calls(rig, copies, chunks))
 
 
 def _calls(rig: CopyRig, copies: BlockCopies, chunks: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Machine:
         found["device_bytes"] = properties.total_memory
         found["multiprocessors"] = properties.multi_processor_count
         found["cuda"] = torch.version.cuda
-        for package in ("triton", "cuda-bindings", "numpy"):
+        for package in ("triton", "numpy"):
             try:
                 found[package] = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import Model, fill_with_noise, make_caches, make_layout
-from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.selection import memory_near
 from s3kv.host.slab import Slab
@@ -21,7 +20,6 @@ from s3kv.objects.codec import ChunkFormat
 
 NAMESPACE = "0" * 32
 SHARD = "h0-7of8-l0-31of32"
-PATHS = {"batch": Path.BATCH, "gather": Path.GATHER, "chosen": None}
 _POLL_S = 20e-6
 LONG_S = 60.0
 
@@ -61,32 +59,25 @@ class CopyRig:
         return self.count * self.layout.payload_bytes
 
     @contextmanager
-    def copies(self, path: Path | None) -> Iterator[BlockCopies]:
+    def copies(self) -> Iterator[BlockCopies]:
         opened = BlockCopies.open(
             {0: self.layout},
             self.slab.view,
             self.slot_bytes,
             {0: self.format.header_bytes},
-            path,
         )
         try:
             yield opened
         finally:
             opened.close()
 
-    def by_path(self, measure: Callable[[BlockCopies], Any]) -> dict[str, Any]:
-        """What `measure` finds with each path, and with the chosen one; then the rig is closed."""
-        found: dict[str, Any] = {}
+    def measured(self, measure: Callable[[BlockCopies], dict[str, Any]]) -> dict[str, Any]:
+        """What `measure` finds; then the rig is closed."""
         try:
-            for name, path in PATHS.items():
-                try:
-                    with self.copies(path) as copies:
-                        found[name] = measure(copies)
-                except ValueError as error:  # a path that this driver does not have
-                    found[name] = {"refused": str(error)}
+            with self.copies() as copies:
+                return measure(copies)
         finally:
             self.close()
-        return found
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)

@@ -20,15 +20,15 @@ LARGE_BYTES = 2**29
 def measure(
     machine: Machine, model: Model, block_tokens: int, copied_bytes: int, rounds: int
 ) -> dict[str, Any]:
-    """By path and direction, GB/s and the fraction of the large copy; medians of rounds in which
-    everything that is compared has its turn."""
+    """By direction, GB/s and the fraction of the large copy; medians of rounds in which everything
+    that is compared has its turn."""
     rig = CopyRig(machine, model, block_tokens, copied_bytes)
     found: dict[str, Any] = {
         "chunk_bytes": rig.layout.payload_bytes,
         "chunks": rig.count,
-        "longest_run_bytes": int(rig.layout.runs((0,), 0).sizes.max()),
+        "longest_run_bytes": max(piece.nbytes for piece in rig.layout.pieces),
     }
-    return found | rig.by_path(lambda copies: _compared(rig, copies, rounds))
+    return found | rig.measured(lambda copies: _compared(rig, copies, rounds))
 
 
 def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
@@ -60,8 +60,4 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
         "saved_of_large": round(medians["saved"] / medians["large_out"], 3),
         "loaded_of_large": round(medians["loaded"] / medians["large_in"], 3),
         "pinned": copies.copier.pinned,
-        "choices": [
-            choice._asdict() | {"direction": choice.direction.value, "path": choice.path.value}
-            for choice in copies.copier.choices
-        ],
     }

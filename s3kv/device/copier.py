@@ -1,56 +1,23 @@
 """`Copier`: the interface between `BlockCopies` and a kind of device.
 
-`cpu.py` and `gpu/gpu_copier.py` implement it. A GPU has two paths for the bytes of a chunk:
-
-    batch    the copy engine moves every contiguous piece straight between pages and slot
-    gather   a kernel collects the pages in a staging buffer, the copy engine moves that in one
-
-Batch leaves the multiprocessors and the GPU's memory to the model. Gather is not slowed by short
-pieces.
+`cpu.py` and `gpu/gpu_copier.py` implement it.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from s3kv.messages import CopyPart
-
-
-class Path(str, Enum):
-    BATCH = "batch"
-    GATHER = "gather"
-
-
-class CopyDirection(str, Enum):
-    OUT = "out"
-    """From pages to a slot."""
-    IN = "in"
-
-
-class BatchRefused(RuntimeError):
-    """A GPU's driver refused a batch of copies; some of them may be under way."""
-
-
-class PathChoice(NamedTuple):
-    """The path of one group and direction, and the seconds per chunk on each, if measured."""
-
-    group: int
-    direction: CopyDirection
-    path: Path
-    batch_s: float | None
-    gather_s: float | None
 
 
 class Ticket(Protocol):
     """A started copy. Any thread may use it, but only one at a time.
 
-    nbytes: the bytes it moves over the bus; 0 for a copy that has ended already. piece_bytes: the
-    length of a contiguous piece. seconds: the time on the bus; 0 until `done`, or if not measured.
+    nbytes: the bytes it moves over the bus; 0 for a copy that has ended already. seconds: the time
+    on the bus; 0 until `done`, or if not measured.
     """
 
     nbytes: int
-    piece_bytes: int
     seconds: float
 
     def begun(self) -> bool:
@@ -68,10 +35,6 @@ class Copier(Protocol):
     Copies in one direction end in the order they were started."""
 
     pinned: bool
-    refused: int
-    """Batches that the driver has refused so far."""
-    choices: tuple[PathChoice, ...]
-    """The path of each group and direction; empty if there is only one path."""
 
     def mark(self) -> Any:
         """The present point in the engine's work, for any number of copies: on its current stream,

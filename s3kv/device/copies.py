@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from s3kv.device.copier import COPY_ERRORS, Copier, Path
+from s3kv.device.copier import COPY_ERRORS, Copier
 from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue, FailureLog
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
@@ -73,10 +73,8 @@ class CopyEnds(NamedTuple):
     loaded: list[LoadedEnd]
 
 
-def open_copier(
-    places: ChunkPlaces, path: Path | None = None, idle: Sequence[int] | None = None
-) -> Copier:
-    """The copier for the device of the caches; takes over `places`. path, idle: see `GpuCopier`."""
+def open_copier(places: ChunkPlaces) -> Copier:
+    """The copier for the device of the caches. Contract: see `GpuCopier`."""
     if places.device.type == "cpu":
         return CpuCopier(places)
     # Imported only with a GPU, because builds of torch without CUDA lack parts that it needs.
@@ -84,7 +82,7 @@ def open_copier(
     from s3kv.device.gpu.gpu_copier import GpuCopier
 
     with torch.cuda.device(places.device):
-        return GpuCopier(places, CudaGpu(places.device), path, idle)
+        return GpuCopier(places, CudaGpu(places.device))
 
 
 class BlockCopies:
@@ -120,18 +118,15 @@ class BlockCopies:
         slab: memoryview,
         slot_bytes: int,
         header_bytes: Mapping[int, int],
-        path: Path | None = None,
-        idle: Sequence[int] | None = None,
     ) -> BlockCopies:
-        """Copies for the device the caches are on.
+        """Copies for the device the caches are on. The parameters are those of `ChunkPlaces`.
 
-        On a GPU this pins the slab, which takes about a second for a few GiB, and measures which
-        path is fastest, with empty slots and unused blocks. path, idle: see `GpuCopier`.
-        The other parameters are those of `ChunkPlaces`. Raises what these two raise, and
-        `RuntimeError` if the copy thread cannot use the device.
+        On a GPU this pins the slab, which takes about a second for a few GiB. Raises what
+        `ChunkPlaces` and `GpuCopier` raise, and `RuntimeError` if the copy thread cannot use the
+        device.
         """
         places = ChunkPlaces(layouts, slab, slot_bytes, header_bytes)
-        copies = cls(open_copier(places, path, idle))
+        copies = cls(open_copier(places))
         try:
             copies._entered.result()
         except COPY_ERRORS:
@@ -216,10 +211,10 @@ class BlockCopies:
         jobs = self._jobs()
         return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
-    def wait_load(self, timeout_s: float) -> bool:
-        """Block until `poll` has a load to report, or none is left. False if time ran out first."""
+    def wait_load(self, timeout_s: float) -> None:
+        """Block until `poll` has a load to report, none is left, or time has run out."""
         loads = self._in
-        return self._wait_until(
+        self._wait_until(
             lambda: not loads.jobs or bool(loads.started and loads.started[0].is_done()), timeout_s
         )
 

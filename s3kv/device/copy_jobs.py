@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from s3kv.device.copier import BatchRefused, Ticket
+from s3kv.device.copier import Ticket
 from s3kv.device.cpu import FINISHED
 from s3kv.messages import CopyPart
 from s3kv.types import once_a_minute
@@ -23,7 +23,7 @@ in which the copy thread notices that there is room again."""
 _ASSUMED_BYTES_PER_S = 64 * 2**20 / WINDOW_S
 """Until a copy has been measured: 56 GB/s, a PCIe 5 bus."""
 _NEWEST = 0.25
-"""Weight of the newest copy in the mean of those with pieces of about its size."""
+"""Weight of the newest copy in the mean of those of about its length."""
 
 
 class CopyMark(NamedTuple):
@@ -34,30 +34,28 @@ class CopyMark(NamedTuple):
 
 
 class FailureLog:
-    """Logs each kind of failure at most once a minute, because a broken device fails every copy: a
-    batch that the driver refuses in one line, anything else with a traceback."""
+    """Logs each kind of failure at most once a minute, because a broken device fails every copy."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._is_due = once_a_minute(clock)
 
     def note(self, text: str, error: Exception) -> None:
         if self._is_due(type(error)):
-            trace = None if isinstance(error, BatchRefused) else error
-            logger.error("s3kv: %s: %s", text, error, exc_info=trace)
+            logger.error("s3kv: %s: %s", text, error, exc_info=error)
 
 
 class LaunchWindow:
     """The copies of one direction that are launched and not finished, in order.
 
-    What is launched can be overtaken by nothing, so as little as keeps the bus busy is. Copies of
-    short pieces take many times as long as others; those that have ended show how long.
+    What is launched can be overtaken by nothing, so as little as keeps the bus busy is. The copies
+    that have ended show how long others of about their length take.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = WINDOW_S
         self._clock = clock
         self._bytes_per_s: dict[int, float] = {}
-        """By the bits of a piece's length. A mean of rates, in which one hiccup weighs little."""
+        """By the bits of a copy's length. A mean of rates, in which one hiccup weighs little."""
         self._launched: deque[tuple[Ticket, float]] = deque()
         """And how long each is expected to take."""
         self._begun_s: float | None = None
@@ -65,7 +63,7 @@ class LaunchWindow:
 
     def add(self, ticket: Ticket) -> None:
         if ticket.nbytes:  # a synchronous copy is over
-            rate = self._bytes_per_s.get(ticket.piece_bytes.bit_length(), _ASSUMED_BYTES_PER_S)
+            rate = self._bytes_per_s.get(ticket.nbytes.bit_length(), _ASSUMED_BYTES_PER_S)
             self._launched.append((ticket, ticket.nbytes / rate))
 
     def has_room(self) -> bool:
@@ -88,7 +86,7 @@ class LaunchWindow:
 
     def _learn(self, ticket: Ticket) -> None:
         if ticket.seconds:
-            size, rate = ticket.piece_bytes.bit_length(), ticket.nbytes / ticket.seconds
+            size, rate = ticket.nbytes.bit_length(), ticket.nbytes / ticket.seconds
             mean = self._bytes_per_s.get(size, rate)
             self._bytes_per_s[size] = mean + _NEWEST * (rate - mean)
 

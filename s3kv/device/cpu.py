@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from s3kv.device.copier import PathChoice
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.host.placement import beside_the_model
@@ -32,7 +31,7 @@ _SHARED_BYTES = 2**20
 class FinishedTicket:
     """Ticket of a synchronous copy, which has already ended."""
 
-    nbytes = piece_bytes = 0
+    nbytes = 0
     seconds = 0.0
 
     def begun(self) -> bool:
@@ -52,8 +51,6 @@ class CpuCopier:
     calls is the only order, and a fence is the wait for the copy itself."""
 
     pinned = False
-    refused = 0
-    choices: tuple[PathChoice, ...] = ()
 
     def __init__(self, places: ChunkPlaces) -> None:
         self._places = places

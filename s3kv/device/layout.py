@@ -21,9 +21,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from s3kv.device.tensors import DTYPES
 from s3kv.errors import UnsupportedError
@@ -73,15 +71,6 @@ class LayerPages:
         return TensorSpec(self.name, self.dtype, (self.ratio, *self.page), (), f"B{self.order}")
 
 
-class Runs(NamedTuple):
-    """Contiguous pieces of a chunk, in payload order. Piece `i` is `sizes[i]` bytes at device
-    address `addresses[i]`, and at `offsets[i]` in the payload."""
-
-    addresses: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-
-
 class Piece(NamedTuple):
     """A contiguous piece of a block: `nbytes` at `address + b * stride_bytes` in device memory for
     block `b`, and at `offset` from the block's begin in the payload."""
@@ -106,17 +95,9 @@ class PageLayout:
     blocks_per_chunk: int
     pieces: tuple[Piece, ...] = field(init=False, repr=False, compare=False)
     """A block in payload order. Neighbours in both memory and payload form one piece."""
-    _prepared: tuple[NDArray[np.int64], ...] = field(init=False, repr=False, compare=False)
-    """What is the same for all chunks, because computing it holds the engine's GIL. Of a block's
-    pieces: addresses in block 0, and strides; of a chunk's: offsets in the payload, and sizes."""
 
     def __post_init__(self) -> None:
-        pieces = _pieces_of(self.layers)
-        addresses, offsets, sizes, strides = np.array(pieces, dtype=np.int64).T.copy()
-        begins = np.arange(self.blocks_per_chunk, dtype=np.int64)[:, None] * self.block_bytes
-        of_chunk = (offsets + begins).ravel(), np.tile(sizes, self.blocks_per_chunk)
-        object.__setattr__(self, "pieces", pieces)
-        object.__setattr__(self, "_prepared", (addresses, strides, *of_chunk))
+        object.__setattr__(self, "pieces", _pieces_of(self.layers))
 
     @classmethod
     def of(
@@ -193,21 +174,6 @@ class PageLayout:
             ],
         }
 
-    def runs(self, block_ids: Sequence[int], first_block: int) -> Runs:
-        """The copies that make up blocks `first_block …` of a chunk, in payload order.
-
-        Blocks that are neighbours both in memory and in the payload are joined. The caller may not
-        write to the arrays.
-        """
-        first, strides, offsets, sizes = self._prepared
-        addresses = np.multiply.outer(np.array(block_ids, dtype=np.int64), strides)
-        addresses += first
-        begin = first_block * len(first)
-        end = begin + addresses.size
-        runs = Runs(addresses.ravel(), offsets[begin:end], sizes[begin:end])
-        ends = addresses[:-1, -1] + sizes[len(first) - 1]
-        return _joined(runs) if np.equal(ends, addresses[1:, 0]).any() else runs
-
 
 def _pieces_of(layers: Sequence[LayerPages]) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
@@ -223,14 +189,6 @@ def _pieces_of(layers: Sequence[LayerPages]) -> tuple[Piece, ...]:
                 pieces.append(piece)
             at += nbytes
     return tuple(pieces)
-
-
-def _joined(runs: Runs) -> Runs:
-    addresses, offsets, sizes = runs
-    # The payload has no gaps, so neighbours in memory are neighbours in the payload.
-    apart = addresses[1:] != addresses[:-1] + sizes[:-1]
-    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return Runs(addresses[starts], offsets[starts], np.add.reduceat(sizes, starts))
 
 
 def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) -> LayerPages:

@@ -88,13 +88,11 @@ class TieredStore:
             on one device; None for no such tier. Blocks may lie apart. The dimensions of a block
             have to follow each other as they do in memory (give a permuted view, and its shape to
             `shapes`).
-        pool_blocks: the numbers of the blocks that the store may use; None for all. On a GPU the
-            store measures its ways to copy on these blocks, so they must not be used otherwise
-            from the call on.
+        pool_blocks: the numbers of the blocks that the store may use; None for all.
         Raises `ConfigError`, also for a namespace of other values; `TypeError` for arguments of
         another type; `ValueError` for shapes that the object format cannot hold, and for pools that
-        do not hold such blocks; `UnsupportedError` for memory that cannot be copied; a `StoreError`
-        if the bucket cannot be used.
+        do not hold such blocks; `UnsupportedError` for memory that cannot be copied, and for
+        a GPU without memory for staging; a `StoreError` if the bucket cannot be used.
         """
 
         async def opened() -> TieredStore:
@@ -269,7 +267,6 @@ async def _on_device(
                 host.slab.view,
                 host.slot_bytes,
                 {GROUP: host.chunk.header_bytes},
-                idle=ours,
             )
 
     # Pinning host memory takes a second or so for a few GiB.

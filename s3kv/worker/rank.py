@@ -241,8 +241,6 @@ class RankWorker:
             self._copy_ended(end)
         for request_id, ok in ends.loaded:
             self._loaded_or_failed(request_id, ok)
-        if refused := self._copies.copier.refused:
-            self.counters["batches_refused"] = refused
 
     def _copy_ended(self, end: SavedEnd) -> None:
         """Take in the end of a copy. The save ends with the last of its copies."""

@@ -70,8 +70,8 @@ FIRST: tuple[Stage, ...] = (
     ),
     (
         Part(
-            "batches, again and again",
-            ("-m", "tests.gpu.sanitized", "--kind", "cuda-batch", "--large", "--seconds", "20"),
+            "large chunks, again and again",
+            ("-m", "tests.gpu.sanitized", "--large", "--seconds", "20"),
             rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu", "--large", "--seconds", "1"),
             timeout_s=60,
         ),

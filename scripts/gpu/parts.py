@@ -98,7 +98,7 @@ def _run(part: Part, out: Path, env: Mapping[str, str], said: IO[bytes], *, rehe
     try:
         return _ended(process, _REHEARSAL_S if rehearse else part.timeout_s)
     finally:
-        _kill(process)
+        kill(process)
         if target is not said:
             target.close()
 
@@ -107,16 +107,21 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # which makes Python print the stack of every thread
-        try:
-            process.wait(_STACKS_S)
-        except subprocess.TimeoutExpired:
-            return f"stuck for {timeout_s:g} s"
-        return f"not over in {timeout_s:g} s"
+        return f"{'not over in' if aborted(process) else 'stuck for'} {timeout_s:g} s"
     return "ok" if code == 0 else f"failed with {code}"
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def aborted(process: subprocess.Popen[bytes]) -> bool:
+    """Make Python print the stack of every thread. Returns whether the process has ended by it."""
+    process.send_signal(signal.SIGABRT)
+    try:
+        process.wait(_STACKS_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
     """It, and what it has left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

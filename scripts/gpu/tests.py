@@ -12,10 +12,7 @@ behind it run in a new process. Ends with 1 unless all tests have been run and n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,9 +20,10 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from scripts.gpu.parts import aborted, kill
+
 START_S = 90.0
 """Of a process that has begun no test: it imports torch and wakes up the GPU."""
-_STACKS_S = 5.0
 _LOOK_S = 0.05
 
 
@@ -141,18 +139,10 @@ def _watched(process: subprocess.Popen[bytes], results: Results, end_s: float) -
         limit_s = running[1] if running else START_S
         if monotonic() - since_s > limit_s or monotonic() > end_s:
             late = monotonic() > end_s
-            _end(process)
+            aborted(process)
+            kill(process)
             return "there is no time left" if late else f"not over in {limit_s:g} s"
     return ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """With the stack of every thread, and with its children."""
-    process.send_signal(signal.SIGABRT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STACKS_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

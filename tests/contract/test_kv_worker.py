@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from s3kv.config import Config
 from s3kv.connectors import kv, kv_worker
@@ -16,11 +17,16 @@ from s3kv.connectors.adapter_loads import AdapterReport, AdapterStep
 from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport, geometry
 from s3kv.connectors.kv_worker import WorkerSide
-from s3kv.errors import StoreUnavailable
+from s3kv.device import copies
+from s3kv.device.gpu.gpu_copier import GpuCopier
+from s3kv.errors import StoreUnavailable, UnsupportedError
+from s3kv.host.slab import Slab
 from s3kv.messages import CopyPart, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.types import ENGINE_LOG, ChunkKey
 from tests.contract.configurations import FULL, groups
+from tests.contract.test_kv_shards import cache_of
 from tests.contract.test_vllm_api import VERSION
+from tests.unit.device.simulated import SimulatedGpu
 
 PLAN = StepPlan(
     loads=(LoadJob("r", (CopyPart(0, 0, 0, (1,)),)),),
@@ -154,6 +160,31 @@ def test_the_first_rank_logs_for_all(
         assert logging.getLogger(ENGINE_LOG).level == level
     finally:
         logging.getLogger(ENGINE_LOG).setLevel(logging.NOTSET)
+
+
+def test_a_gpu_without_memory_for_staging_ends_the_start(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has begun by then ends at the shutdown."""
+    tiers: list[Any] = []
+
+    def opened(config: Any, nbytes: int, *rest: Any, wait: None) -> Any:
+        tiers.append(SimpleNamespace(slab=Slab.create(nbytes), close=Mock()))
+        return tiers[-1]
+
+    def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kv_worker, "open_worker_tier", opened)
+    monkeypatch.setattr(copies, "open_copier", lambda places: GpuCopier(places, SimulatedGpu(1)))
+    monkeypatch.setattr(SimulatedGpu, "empty", full)
+    worker = side(tiny_config)
+    monkeypatch.setattr(worker, "_shards", lambda: (["h0-0of1-l0-0of1"], 0))
+    with pytest.raises(UnsupportedError, match=r"copies need \d+ bytes on .* lower gpu_mem"):
+        connector(worker).register_kv_caches({"layer.0": cache_of(FULL, "NHC", 10)})
+    tiers[0].slab.close()
+    worker.shutdown()
+    tiers[0].close.assert_called_once_with()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from s3kv.device.gpu.gather import Stack
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.device.gpu.interface import Copies, Gpu
+from s3kv.device.gpu.interface import Gpu
 from s3kv.device.slot_payloads import ChunkPlaces
 from tests.unit.device.devices import A_WHILE_CYCLES, Device, SimulatedDevice
 from tests.unit.device.simulated import SimulatedGpu, SimulatedStream
@@ -99,21 +99,14 @@ class SlowStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
-        self._dawdle()
-        self._stream.copy_batch(copies, source_is_stable)
-
     def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
-        self._dawdle()
-        self._stream.gather(stacks, rows)
-
-    def _dawdle(self) -> None:
         if isinstance(self._stream, SimulatedStream):
             self._stream.stall()
         else:
             with torch.cuda.stream(self._stream._stream):
                 torch.cuda._sleep(A_WHILE_CYCLES)  # type: ignore[no-untyped-call]
         self._dawdling.set()
+        self._stream.gather(stacks, rows)
 
 
 def slow_copier(device: Device, places: ChunkPlaces) -> tuple[GpuCopier, SlowGpu]:
@@ -124,7 +117,7 @@ def slow_copier(device: Device, places: ChunkPlaces) -> tuple[GpuCopier, SlowGpu
         from s3kv.device.gpu.cuda import CudaGpu
 
         gpu = SlowGpu(CudaGpu(places.device))
-    return GpuCopier(places, gpu, device.path), gpu  # type: ignore[arg-type]
+    return GpuCopier(places, gpu), gpu  # type: ignore[arg-type]
 
 
 def synchronize_engine(device: Device) -> None:

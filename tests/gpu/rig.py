@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ import torch
 from s3kv.device.copier import Copier
 from s3kv.device.copies import BlockCopies
 from s3kv.device.slot_payloads import ChunkPlaces
-from s3kv.objects.codec import ChunkFormat
 from tests.gpu.engine import LONG_S
-from tests.unit.device.caches import Caches, Shape, build, moves
+from tests.unit.device.caches import Caches, Shape, build, moves, places
 from tests.unit.device.devices import Device
 
 
@@ -74,16 +72,6 @@ def payload_of(caches: Caches, block_ids: Sequence[int]) -> bytes:
     return b"".join(ctypes.string_at(move.address, move.nbytes) for move in found)
 
 
-def make_places(caches: Caches, slots: int) -> tuple[ChunkPlaces, int]:
-    """A slab for group 0, and how far into a slot its payload begins."""
-    layout = caches.layout()
-    form = ChunkFormat("0" * 32, (layout.part("g0"),), 0, "h0-7of8-l0-31of32")
-    slot_bytes = -(-form.object_bytes // 4096) * 4096
-    slab = memoryview(mmap.mmap(-1, slots * slot_bytes))
-    places = ChunkPlaces({0: layout}, slab, slot_bytes, {0: form.header_bytes})
-    return places, form.header_bytes
-
-
 @contextmanager
 def rig(
     device: Device,
@@ -92,9 +80,9 @@ def rig(
     open_copier: Callable[[ChunkPlaces], Copier] | None = None,
 ) -> Iterator[Rig]:
     caches = build(shape, device.memory, torch.Generator().manual_seed(device.seed % 2**31))
-    places, header_bytes = make_places(caches, slots)
-    copies = BlockCopies((open_copier or device.open)(places))
+    where, form = places(caches, slots)
+    copies = BlockCopies((open_copier or device.open)(where))
     try:
-        yield Rig(device, caches, places, header_bytes, copies)
+        yield Rig(device, caches, where, form.header_bytes, copies)
     finally:
         copies.close()

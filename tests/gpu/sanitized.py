@@ -1,8 +1,8 @@
 """A few copies of every kind, small enough to run under compute-sanitizer:
-`python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4] [--large] [--seconds 60]`. Ends with
+`python -m tests.gpu.sanitized [--kind cuda …] [--mib 4] [--large] [--seconds 60]`. Ends with
 1 where a byte is wrong.
 
---kind: of device, as in `tests.unit.device.devices`; both paths of a GPU if none is given.
+--kind: of device, as in `tests.unit.device.devices`; a GPU if none is given.
 --mib: of the caches. Large ones do not fit into one piece of an allocator's.
 --large: chunks of the many pieces that real models have instead, too many for a sanitizer.
 --seconds: begin again, with other pages and bytes, until so many have passed.
@@ -31,7 +31,7 @@ SHAPES = (
 LARGE = (
     # A rank of a 70B model at TP 8, with heads of half their width: 1,280 pieces of 8 KiB.
     Shape("LBNHC", layers=80, tokens=16, content=256, heads=1, blocks=49, blocks_per_chunk=16),
-    # Heads outermost: 4,352 pieces of 2 KiB, more than the driver is given in one call.
+    # Heads outermost: 4,352 pieces of 2 KiB.
     Shape("LHBNC", layers=32, tokens=16, content=64, heads=8, blocks=52, blocks_per_chunk=17),
 )
 PAGE_BYTES = 16 * 2 * 64 * 2
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--seconds", type=float, default=0)
     options = parser.parse_args(arguments)
-    kinds = options.kind or ("cuda-batch", "cuda-gather")
+    kinds = options.kind or ("cuda",)
     shapes = LARGE if options.large else [sized(shape, options.mib) for shape in SHAPES]
     end_s = monotonic() + options.seconds
     for seed in count():

@@ -9,11 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from s3kv.device.gpu.cuda import MOST_COPIES, BatchCall, NoBatchCall
 from tests.gpu import sanitized
-from tests.unit.device.caches import build
 
 ROOT = Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
@@ -21,15 +18,6 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
 )
 FOUND = 99
 """What the sanitizer ends with when it has found something."""
-
-
-def kinds() -> list[str]:
-    try:
-        BatchCall.find()
-    except NoBatchCall as error:
-        print(error)
-        return ["cuda-gather"]
-    return ["cuda-gather", "cuda-batch"]
 
 
 def run(
@@ -50,13 +38,12 @@ def run(
 
 
 def program(*arguments: str) -> list[str]:
-    chosen = [part for kind in kinds() for part in ("--kind", kind)]
-    return [sys.executable, "-m", "tests.gpu.sanitized", *chosen, *arguments]
+    return [sys.executable, "-m", "tests.gpu.sanitized", *arguments]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "simulated-batch", "simulated-gather"])
-def test_the_program_finds_right_bytes(kind: str) -> None:
-    assert sanitized.main(["--kind", kind]) == 0
+@pytest.mark.parametrize("options", [["cpu"], ["simulated"], ["simulated", "--large"]])
+def test_the_program_finds_right_bytes(options: list[str]) -> None:
+    assert sanitized.main(["--kind", *options]) == 0
 
 
 def test_the_program_notices_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,23 +62,6 @@ def test_memcheck_finds_nothing() -> None:
     check += ["--error-exitcode", str(FOUND)]
     done = run([*check, *program()], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, 380)
     assert done.returncode == 0
-
-
-def test_large_chunks_have_as_many_pieces_as_a_batch_of_a_real_model() -> None:
-    generator = torch.Generator().manual_seed(0)
-    runs = [
-        build(shape, "cpu", generator).layout().runs(range(0, 2 * shape.blocks_per_chunk, 2), 0)
-        for shape in sanitized.LARGE
-    ]
-    assert [(len(each.sizes), set(each.sizes)) for each in runs] == [
-        (1280, {8 * 1024}),
-        (4352, {2 * 1024}),
-    ]
-    assert len(runs[1].sizes) > MOST_COPIES
-
-
-def test_large_chunks_come_back() -> None:
-    assert sanitized.main(["--kind", "simulated-batch", "--large"]) == 0
 
 
 @pytest.mark.gpu

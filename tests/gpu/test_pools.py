@@ -82,7 +82,7 @@ def pool(kind: str, count: int) -> Iterator[Pool]:
     pools = BlockPools(tensors, {"kv": memory})
     slab = memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
     headers = {GROUP: HEADER_BYTES}
-    copies = BlockCopies.open({GROUP: pools.layout}, slab, SLOT_BYTES, headers, device.path)
+    copies = BlockCopies.open({GROUP: pools.layout}, slab, SLOT_BYTES, headers)
     opened = mark(current_stream(memory.device))
     try:
         yield Pool(device, memory, DeviceBlocks(pools, range(count), copies, opened), copies, slab)
@@ -90,10 +90,7 @@ def pool(kind: str, count: int) -> Iterator[Pool]:
         copies.close()
 
 
-KINDS = [
-    "cpu",
-    *(pytest.param(f"cuda-{path}", marks=pytest.mark.gpu) for path in ("batch", "gather")),
-]
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

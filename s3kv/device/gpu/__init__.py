@@ -1,1 +1,1 @@
-"""Copies on a GPU: streams, events, the driver's batch call and pinned memory."""
+"""Copies on a GPU: streams, events and pinned memory."""

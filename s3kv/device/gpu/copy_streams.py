@@ -1,19 +1,15 @@
-"""The two directions of a GPU's copies, each with two streams and two paths
-(`s3kv.device.copier`).
+"""The two directions of a GPU's copies, each with two streams.
 
-                pages stream                                  bus stream
+                pages stream                            bus stream
 
-    save        gather:  wait(mark) → pages → staging ──────▶ staging → slot        → finished
-                batch:                                        wait(mark) → pages → slot → finished
+    save        wait(mark) → pages → staging ─────────▶ staging → slot → finished
+    load        wait(mark) → staging → pages ◀───────── slot → staging
+                    → finished
 
-    load        gather:  wait(mark) → staging → pages ◀────── slot → staging
-                            → finished
-                batch:   wait(mark) → slot → pages → finished
-
-Each direction ends on one stream whatever the path, so its copies end in the order they were
-started. With two streams and two staging buffers the gather of a chunk overlaps the DMA of the one
-before. A load's DMA does not wait for the engine: the slot was filled before the load was ordered,
-and only the pages may still be in use.
+A kernel gathers the pages of a chunk in a staging buffer, and the copy engine moves the buffer in
+one piece; a load goes the same way backwards. With two streams and two buffers the gather of a
+chunk overlaps the DMA of the one before. A load's DMA does not wait for the engine: the slot was
+filled before the load was ordered, and only the pages may still be in use.
 
 Streams wait for each other, and for a staging buffer to be free, by events. The host waits only if
 all places for row numbers are taken (`Staging`).
@@ -27,13 +23,12 @@ from itertools import cycle
 
 import torch
 
-from s3kv.device.copier import CopyDirection
 from s3kv.device.gpu.gather import row_numbers, stacks
-from s3kv.device.gpu.interface import Copies, Event, Gpu, Stream
+from s3kv.device.gpu.interface import Event, Gpu, Stream
 from s3kv.device.layout import PageLayout
 from s3kv.messages import CopyPart
 
-_BUFFERS = 2
+BUFFERS = 2
 """Staging buffers per direction: a kernel uses one while the bus uses the other."""
 MOST_PLACES = 256
 _PLACES_BYTES = 4 * 2**20
@@ -56,7 +51,6 @@ class EventTicket:
     source_read: Event
     finished: Event
     nbytes: int
-    piece_bytes: int
     seconds: float = 0.0
     _done: bool = False
 
@@ -86,14 +80,14 @@ class StagingBuffer:
 
 
 class Staging:
-    """The buffers of one direction, used in turn.
+    """The buffers of one direction, used in turn. Raises `RuntimeError` if there is no memory.
 
     rows: device memory for the row numbers of a copy. places: pinned memory from which a kernel
     fetches them, one for each copy under way, and the event that passes when it is free.
     """
 
     def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
-        buffers = [StagingBuffer(gpu, layouts) for _ in range(_BUFFERS)]
+        buffers = [StagingBuffer(gpu, layouts) for _ in range(BUFFERS)]
         self.buffers = cycle(buffers)
         most_rows = max(
             layouts[number].blocks_per_chunk * sum(stack.rows_per_block for stack in parts)
@@ -110,25 +104,20 @@ class Lane:
     """One direction of copies. Used on the copy thread."""
 
     urgent: bool
-    direction: CopyDirection
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, staging: Staging) -> None:
         self._gpu = gpu
+        self._staging = staging
         self._events: list[Event] = []
         """Events for later use."""
-        self.staging: Staging | None = None
-        """The buffers of `gather`. May be set to None when no gather is under way."""
         self._pages = gpu.new_stream(urgent=self.urgent)
         self._bus = gpu.new_stream(urgent=self.urgent)
-
-    def allocate_staging(self, layouts: Mapping[int, PageLayout]) -> None:
-        """Make `gather` possible. Raises `RuntimeError` if there is no room."""
-        self.staging = Staging(self._gpu, layouts)
-        # The current stream may have used the memory before.
-        mark = self._gpu.new_event()
-        self._gpu.current_stream().record(mark)
+        # The current stream may have used the memory of the staging before.
+        mark = gpu.new_event()
+        gpu.current_stream().record(mark)
         self._pages.wait(mark)
-        self._bus.wait(mark)
+        if self.urgent:  # the bus of saves waits for their pages stream
+            self._bus.wait(mark)
 
     def settle(self) -> None:
         self._pages.synchronize()
@@ -137,13 +126,12 @@ class Lane:
     def _next_buffer(self, part: CopyPart) -> tuple[StagingBuffer, torch.Tensor]:
         """The next buffer, and the row numbers of the part's blocks for the work launched next on
         the pages stream. The host waits for that stream if all places are taken."""
-        assert self.staging is not None, "gather was not chosen"
-        buffer, (host, device, free) = next(self.staging.buffers), next(self.staging.places)
+        buffer, (host, device, free) = next(self._staging.buffers), next(self._staging.places)
         numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
         if not free.query():
             self._pages.synchronize()
         host[: len(numbers)] = numbers
-        rows = self.staging.rows[: len(numbers)]
+        rows = self._staging.rows[: len(numbers)]
         self._pages.fetch(rows, device[: len(numbers)])
         self._pages.record(free)
         return buffer, rows
@@ -154,32 +142,13 @@ class Lane:
         stream.record(event)
         return event
 
-    def batch(self, layout: PageLayout, part: CopyPart, payload: int, mark: Event) -> EventTicket:
-        """Copy between blocks and the payload at this address, after `mark`."""
-        addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
-        # Nothing writes to a slot from before a load is ordered until its end is reported, so it
-        # may be read ahead of the stream, which helps where host memory is coherent with the GPU's.
-        # Pages may not: they are written until `mark`.
-        if self.urgent:
-            stream, copies = self._pages, Copies(addresses, payload + offsets, sizes)
-        else:
-            stream, copies = self._bus, Copies(payload + offsets, addresses, sizes)
-        stream.wait(mark)
-        begun = self._reached(stream)
-        stream.copy_batch(copies, source_is_stable=self.urgent)
-        end = self._reached(stream)
-        nbytes = layout.block_bytes * len(part.block_ids)
-        pool, piece_bytes = self._events, nbytes // len(sizes)
-        return EventTicket(self._gpu, pool, begun, end, end, end, nbytes, piece_bytes)
-
 
 class SaveLane(Lane):
-    urgent, direction = False, CopyDirection.OUT
+    urgent = False
 
-    def gather(
-        self, layout: PageLayout, part: CopyPart, payload: torch.Tensor, mark: Event
-    ) -> EventTicket:
-        """Copy as `batch` does. The blocks may be overwritten long before the bus moved them."""
+    def copy(self, part: CopyPart, payload: torch.Tensor, mark: Event) -> EventTicket:
+        """Copy blocks to the payload, after `mark`. The blocks may be overwritten long before the
+        bus has moved them."""
         buffer, rows = self._next_buffer(part)
         self._pages.wait(buffer.free)
         self._pages.wait(mark)
@@ -187,30 +156,26 @@ class SaveLane(Lane):
         source_read = self._reached(self._pages)
         self._bus.wait(source_read)
         begun = self._reached(self._bus)
-        self._bus.copy(payload, buffer.memory[: layout.payload_bytes])
+        self._bus.copy(payload, buffer.memory[: len(payload)])
         self._bus.record(buffer.free)
         end = self._reached(self._bus)
-        size = layout.payload_bytes
-        return EventTicket(self._gpu, self._events, begun, end, source_read, end, size, size)
+        return EventTicket(self._gpu, self._events, begun, end, source_read, end, len(payload))
 
 
 class LoadLane(Lane):
-    urgent, direction = True, CopyDirection.IN
+    urgent = True
 
-    def gather(
-        self, layout: PageLayout, part: CopyPart, payload: torch.Tensor, mark: Event
-    ) -> EventTicket:
-        """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
-        one copy instead of one per layer, and parts are rare."""
+    def copy(self, part: CopyPart, payload: torch.Tensor, mark: Event) -> EventTicket:
+        """Copy from the payload to blocks, after `mark`. The whole payload crosses the bus even for
+        a part of it: that is one copy instead of one per layer, and parts are rare."""
         buffer, rows = self._next_buffer(part)
         self._bus.wait(buffer.free)
         begun = self._reached(self._bus)
-        self._bus.copy(buffer.memory[: layout.payload_bytes], payload)
+        self._bus.copy(buffer.memory[: len(payload)], payload)
         arrived = self._reached(self._bus)
         self._pages.wait(arrived)
         self._pages.wait(mark)
         self._pages.scatter(buffer.stacks[part.group], rows, part.first_block)
         self._pages.record(buffer.free)
-        finished = self._reached(self._pages)
-        size, read = layout.payload_bytes, arrived
-        return EventTicket(self._gpu, self._events, begun, arrived, read, finished, size, size)
+        end = self._reached(self._pages)
+        return EventTicket(self._gpu, self._events, begun, arrived, arrived, end, len(payload))

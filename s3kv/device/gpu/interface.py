@@ -7,7 +7,7 @@ this contract allows; the copier's logic relies on the contract alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,17 +25,6 @@ class Event(Protocol):
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds of the device from this point to `end`. Both have passed, and are timed."""
-
-
-class Copies(NamedTuple):
-    """Contiguous copies, in no order among themselves. The arrays have the same length.
-
-    No copy is empty, and no destination overlaps another or a source.
-    """
-
-    destinations: NDArray[np.int64]
-    sources: NDArray[np.int64]
-    sizes: NDArray[np.int64]
 
 
 class Stream(Protocol):
@@ -57,14 +46,6 @@ class Stream(Protocol):
     def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `Gpu.host_numbers` by a kernel: copies of other streams may hold a copy engine."""
 
-    def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
-        """Copy between device and host by address; only where `Gpu.no_batch` is empty. Raises
-        `BatchRefused`.
-
-        source_is_stable: nothing writes to the sources from this call until the copies have ended,
-        so they may be read ahead of what the stream waits for.
-        """
-
     def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
         """Run `Stack.gather` for each, for a whole chunk. rows: `row_numbers`, on the device."""
 
@@ -76,9 +57,6 @@ class Stream(Protocol):
 
 
 class Gpu(Protocol):
-    no_batch: str
-    """The reason why there is no `copy_batch`; empty where there is."""
-
     def current_stream(self) -> Stream:
         """The stream that the calling thread launches to now."""
 
@@ -92,7 +70,8 @@ class Gpu(Protocol):
         Raises `RuntimeError` when they cannot be pinned."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Device memory, flat uint8, for use after everything launched on the current stream."""
+        """Device memory, flat uint8, for use after everything launched on the current stream.
+        Raises `RuntimeError` where there is not so much."""
 
     def enter_thread(self) -> None:
         """Prepare the calling thread to launch work."""

@@ -23,7 +23,6 @@ DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-SLOTS = 3
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Move(NamedTuple):
 
 
 def moves(layout: PageLayout, block_ids: Sequence[int], first_block: int) -> list[Move]:
-    """The copies of `PageLayout.runs`, found one by one from the layers."""
+    """The copies that make up blocks `first_block …` of a chunk, one by one from the layers."""
     found: list[Move] = []
     at = first_block * layout.block_bytes
     for block in block_ids:
@@ -131,11 +130,12 @@ def moves(layout: PageLayout, block_ids: Sequence[int], first_block: int) -> lis
     return found
 
 
-def places(caches: Caches, layout: PageLayout) -> tuple[ChunkPlaces, ChunkFormat]:
-    """A slab of `SLOTS` slots, full of noise, for group 0."""
+def places(caches: Caches, slots: int = 3) -> tuple[ChunkPlaces, ChunkFormat]:
+    """A slab for group 0, every byte of which is 0xA5."""
+    layout = caches.layout()
     form = ChunkFormat("0" * 32, (layout.part("g0"),), 0, "h0-7of8-l0-31of32")
     slot_bytes = -(-form.object_bytes // 4096) * 4096
-    slab = memoryview(mmap.mmap(-1, SLOTS * slot_bytes))
+    slab = memoryview(mmap.mmap(-1, slots * slot_bytes))
     slab[:] = b"\xa5" * len(slab)
     return ChunkPlaces({0: layout}, slab, slot_bytes, {0: form.header_bytes}), form
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from s3kv.device.gpu.cuda import BatchCall, NoBatchCall
 from tests.unit.device.devices import GPUS, KINDS, Device, make_device
 
 
@@ -39,11 +38,6 @@ def gpu(request: pytest.FixtureRequest) -> Device:
 
 
 def make(kind: str) -> Device:
-    if kind == "cuda-batch":
-        try:
-            BatchCall.find()
-        except NoBatchCall as error:
-            pytest.skip(str(error))
     seed = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**32)))
     print(f"S3KV_SEED={seed}")
     return make_device(kind, seed)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from s3kv.device.copier import Copier, Path
+from s3kv.device.copier import Copier
 from s3kv.device.copies import open_copier
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.slot_payloads import ChunkPlaces
 from tests.unit.device.simulated import SimulatedGpu, void
 
-GPUS = ("simulated-batch", "simulated-gather", "cuda-batch", "cuda-gather")
+GPUS = ("simulated", "cuda")
 KINDS = ("cpu", *GPUS)
 
 A_WHILE_CYCLES = 200_000_000
@@ -20,19 +20,18 @@ A_WHILE_CYCLES = 200_000_000
 
 
 class Device:
-    """kind: one of `KINDS`. path: forced, or None on a CPU. memory: where torch puts its caches.
-    seed: of what is left to chance, which is nothing but on a simulated GPU.
+    """kind: one of `KINDS`. memory: where torch puts its caches. seed: of what is left to chance,
+    which is nothing but on a simulated GPU.
     """
 
     seed = 0
 
     def __init__(self, kind: str) -> None:
-        self.kind, _, path = kind.partition("-")
-        self.path = Path(path) if path else None
-        self.memory = "cuda" if self.kind == "cuda" else "cpu"
+        self.kind = kind
+        self.memory = "cuda" if kind == "cuda" else "cpu"
 
     def open(self, places: ChunkPlaces) -> Copier:
-        return open_copier(places, self.path)
+        return open_copier(places)
 
     def launch(self, work: Callable[[], object]) -> None:
         """Do, as the engine would, what `work` launches."""
@@ -68,7 +67,7 @@ class SimulatedDevice(Device):
         # Threads wait for it here, half a millisecond at a time.
         self.gpu = SimulatedGpu(self.seed, eagerness=(0.5, 0.9, 0.99))
         self.seed += 1
-        return GpuCopier(places, self.gpu, self.path)
+        return GpuCopier(places, self.gpu)
 
     def launch(self, work: Callable[[], object]) -> None:
         self.gpu.current.run(lambda: void(work()))
@@ -84,4 +83,4 @@ class SimulatedDevice(Device):
 
 
 def make_device(kind: str, seed: int) -> Device:
-    return SimulatedDevice(kind, seed) if kind.startswith("simulated") else Device(kind)
+    return SimulatedDevice(kind, seed) if kind == "simulated" else Device(kind)

@@ -2,8 +2,7 @@
 
 Each stream is a queue. Nothing runs when it is launched; at every call from the host, as many steps
 as the seed likes run, of any stream whose turn it may be. Sources are read and destinations written
-at that moment, a long copy in several steps, a batch in any order, and a source that was said to be
-stable perhaps long before.
+at that moment, a long copy in several steps.
 
 There is one copy engine for each direction. It goes on with a stream as long as that has copies one
 behind the other, as was measured on real ones (pytorch/torchrec#4303); another stream's copy waits
@@ -12,7 +11,6 @@ until then, however urgent it is. Kernels run beside it.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 from collections import deque
@@ -25,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from s3kv.device.gpu.gather import Stack, with_rows
-from s3kv.device.gpu.interface import Copies
 
 Step = Callable[[], None]
 NAMES = ("save pages", "save bus", "load pages", "load bus")
@@ -101,21 +98,6 @@ class SimulatedStream:
         steps = [copy(*piece) for piece in self.gpu.torn(source.numel())]
         self._launch(steps, engine=self.gpu.engine_to(destination.data_ptr()))
 
-    def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
-        assert not self.gpu.no_batch
-        assert all(array.dtype == "int64" for array in copies)
-        assert copies.sizes.min() > 0
-        moves = list(zip(*(array.tolist() for array in copies), strict=True))
-        self.gpu.random.shuffle(moves)
-        steps = [self._move(*move, source_is_stable) for move in moves]
-        self._launch(steps, engine=self.gpu.engine_to(moves[0][0]))
-
-    def _move(self, destination: int, source: int, nbytes: int, is_stable: bool) -> Step:
-        if is_stable and self.gpu.random.random() < 0.5:
-            early = ctypes.string_at(source, nbytes)
-            return lambda: void(ctypes.memmove(destination, early, nbytes))
-        return lambda: void(ctypes.memmove(destination, source, nbytes))
-
     def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         assert destination.numel() == source.numel()
         self._launch([lambda: void(destination.copy_(source))])
@@ -189,13 +171,11 @@ class SimulatedGpu:
     def __init__(
         self,
         seed: int,
-        no_batch: str = "",
         deaf: tuple[str, str] | None = None,
         eagerness: Sequence[float] = (0.1, 0.5, 0.9, 0.99),
         stalls_end: bool = False,
     ) -> None:
         self.stalls_end = stalls_end
-        self.no_batch = no_batch
         self.deaf = deaf
         self.waits: set[tuple[str, str]] = set()
         """Which stream has waited for an event of which."""
@@ -204,7 +184,6 @@ class SimulatedGpu:
         self.eagerness = self.random.choice(eagerness)
         self.streams: list[SimulatedStream] = []
         self.current = self.engine_stream()
-        self.events = 0
         self.failing = 0
         """After so many launches of the copier's, the next one fails; 0: none does."""
         self.pinned: tuple[int, int] | None = None
@@ -224,7 +203,6 @@ class SimulatedGpu:
         return self._stream(name)
 
     def new_event(self, *, timed: bool = False) -> SimulatedEvent:
-        self.events += 1
         return SimulatedEvent(self, timed=timed)
 
     def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:

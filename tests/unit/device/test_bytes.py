@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import safetensors.torch
 import torch
@@ -11,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu.gather import Stack, row_numbers, stacks, with_rows
 from s3kv.messages import CopyPart
 from s3kv.place import Place
 from tests.unit.device.caches import DTYPES, ORDERS, Caches, Shape, build, places, raw
@@ -66,8 +63,7 @@ def save_and_load(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     caches = build(shape, device.memory, generator)
-    layout = caches.layout()
-    where, form = places(caches, layout)
+    where, form = places(caches)
     slab = memoryview(where.slab)
     device.seed = seed
     copies = BlockCopies(device.open(where))
@@ -83,8 +79,6 @@ def save_and_load(
     assert set(slab[: where.slot_bytes]) == {0xA5}, "another slot was written to"
     assert set(slab[2 * where.slot_bytes :]) == {0xA5}, "another slot was written to"
     assert set(slot[form.object_bytes :]) <= {0xA5}, "the slot's tail was written to"
-    if device.kind == "cpu":
-        assert_stacks_agree(caches, slot[form.header_bytes : form.object_bytes], sources)
 
     caches.fill(generator)
     expected = caches.clone()
@@ -109,26 +103,3 @@ def assert_is_content(file: bytes, content: dict[str, torch.Tensor], caches: Cac
         order = "B" + layer.order
         logical = stored.permute([order.index(d) for d in "BHNC"])
         assert torch.equal(raw(logical), content[layer.name])
-
-
-def assert_stacks_agree(caches: Caches, payload: memoryview, sources: list[int]) -> None:
-    """Gather and scatter, which only a GPU uses, do here what `memmove` did."""
-    other = caches.clone()
-    layout = other.layout()
-    staging = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-    views = stacks(layout, staging)
-    gather(views, sources)
-    assert staging.numpy().tobytes() == bytes(payload)
-    expected = other.clone()
-    first = min(1, len(sources) - 1)
-    moved = sources[first:]
-    expected.write(moved[::-1], other.content(moved))
-    rows = torch.from_numpy(row_numbers(views, moved[::-1]))
-    for stack, numbers in with_rows(views, rows):
-        stack.scatter(numbers, first)
-    assert other.memory() == expected.memory()
-
-
-def gather(views: Sequence[Stack], block_ids: Sequence[int]) -> None:
-    for stack, rows in with_rows(views, torch.from_numpy(row_numbers(views, block_ids))):
-        stack.gather(rows)

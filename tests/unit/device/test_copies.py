@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from s3kv.device import copies as copies_module
-from s3kv.device.copier import Copier, PathChoice, Ticket
+from s3kv.device.copier import Copier, Ticket
 from s3kv.device.copies import BlockCopies, open_copier
 from s3kv.device.cpu import CpuCopier
 from s3kv.messages import CopyPart
@@ -38,8 +38,6 @@ class GatedCopier:
     log: list[tuple[str, int]] = field(default_factory=list)
 
     pinned = False
-    refused = 0
-    choices: tuple[PathChoice, ...] = ()
 
     def mark(self) -> Any:
         return self.copier.mark()
@@ -94,7 +92,7 @@ class Rig:
 @contextmanager
 def rig(device: Device) -> Iterator[Rig]:
     caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(3))
-    where, form = places(caches, caches.layout())
+    where, form = places(caches)
     slab = memoryview(where.slab)
     copier = GatedCopier(device.open(where))
     copies = BlockCopies(copier)
@@ -260,7 +258,7 @@ def test_a_broken_device_is_logged_once_a_minute(
     after_start: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
-    copier = GatedCopier(open_copier(places(caches, caches.layout())[0]))
+    copier = GatedCopier(open_copier(places(caches)[0]))
     copier.gate.set()
     if after_start:
         copier.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
@@ -279,7 +277,7 @@ def test_a_broken_device_is_logged_once_a_minute(
 
 
 class LostTicket:
-    nbytes = piece_bytes = 1
+    nbytes = 1
     seconds = 0.0
 
     def begun(self) -> bool:
@@ -309,7 +307,7 @@ def test_a_mark_that_fails_is_a_failed_copy() -> None:
 def test_seconds_are_of_the_clock_given() -> None:
     caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
     now = [100.0]
-    copies = BlockCopies(open_copier(places(caches, caches.layout())[0]), clock=lambda: now[0])
+    copies = BlockCopies(open_copier(places(caches)[0]), clock=lambda: now[0])
     copies.save(1, 0, 0, [0, 1])
     assert copies.wait_all(LONG_S)
     now[0] = 102.5
@@ -325,7 +323,7 @@ def test_a_copy_thread_that_cannot_use_the_device_is_told_at_the_start(
 
     monkeypatch.setattr(CpuCopier, "enter_thread", broken)
     caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
-    where, form = places(caches, caches.layout())
+    where, form = places(caches)
     slab = memoryview(where.slab)
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         BlockCopies.open(where.layouts, slab, where.slot_bytes, {0: form.header_bytes})

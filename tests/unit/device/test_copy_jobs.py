@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from s3kv.device.copier import PathChoice
 from s3kv.device.copies import BlockCopies
 from s3kv.device.copy_jobs import LaunchWindow
 from s3kv.messages import CopyPart
@@ -14,14 +13,12 @@ from tests.unit.device.schedule import stepped
 
 CHUNK_BYTES = 32 * 2**20
 """256 tokens of an 8B model."""
-IN_WINDOW = 2
 
 
 @dataclass
 class HeldTicket:
     name: str
     nbytes: int = CHUNK_BYTES
-    piece_bytes: int = CHUNK_BYTES
     seconds: float = 0.0
     running: bool = False
     over: bool = False
@@ -45,8 +42,6 @@ class HeldCopier:
 
     launched: list[HeldTicket] = field(default_factory=list)
     pinned = True
-    refused = 0
-    choices: tuple[PathChoice, ...] = ()
 
     def mark(self) -> None:
         return
@@ -164,11 +159,11 @@ def test_a_load_of_many_parts_ends_with_the_last(held: HeldCopier, copies: Block
     assert copies.poll().loaded == [("r", True)]
 
 
-def fill(window: LaunchWindow, nbytes: int, piece_bytes: int) -> list[HeldTicket]:
+def fill(window: LaunchWindow, nbytes: int) -> list[HeldTicket]:
     """Launch copies until there is no room."""
     launched: list[HeldTicket] = []
     while window.has_room():
-        launched.append(HeldTicket("", nbytes, piece_bytes))
+        launched.append(HeldTicket("", nbytes))
         window.add(launched[-1])
     return launched
 
@@ -181,34 +176,34 @@ def finish(window: LaunchWindow, tickets: list[HeldTicket], bytes_per_s: float) 
 
 def test_a_window_is_64_mib_until_copies_have_been_measured() -> None:
     sizes = (1 << 20, 10 << 20, 32 << 20, 100 << 20)
-    assert [len(fill(LaunchWindow(float), size, 4096)) for size in sizes] == [64, 7, 2, 1]
+    assert [len(fill(LaunchWindow(float), size)) for size in sizes] == [64, 7, 2, 1]
 
 
 @pytest.mark.parametrize(("bytes_per_s", "count"), [(55e9, 63), (12e9, 14), (6e9, 7), (1e8, 1)])
-def test_a_window_takes_as_long_as_copies_of_that_piece_size_show(
+def test_a_window_takes_as_long_as_copies_of_that_length_show(
     bytes_per_s: float, count: int
 ) -> None:
     window = LaunchWindow(float)
-    finish(window, fill(window, 2**20, 5000), bytes_per_s)
-    again = fill(window, 2**20, 4097)
+    finish(window, fill(window, 2**20 + 5000), bytes_per_s)
+    again = fill(window, 2**20)
     assert len(again) == count
     finish(window, again, bytes_per_s)
-    # What short pieces take says nothing of long ones.
-    assert len(fill(window, 2**20, 2**20)) == 64
+    # What long copies take says nothing of short ones.
+    assert len(fill(window, 2**19)) == 128
 
 
 def test_a_window_follows_a_bus_that_others_slow_down_and_no_single_copy() -> None:
     window = LaunchWindow(float)
-    finish(window, fill(window, 2**20, 4096), 12e9)
-    late = fill(window, 2**20, 4096)
+    finish(window, fill(window, 2**20), 12e9)
+    late = fill(window, 2**20)
     late[0].seconds, late[0].over = 1.0, True
     window.has_room()
     finish(window, late[1:], 12e9)
-    few = fill(window, 2**20, 4096)
+    few = fill(window, 2**20)
     assert 12 <= len(few) <= 14
     for _ in range(20):
         finish(window, few, 3e9)
-        few = fill(window, 2**20, 4096)
+        few = fill(window, 2**20)
     assert len(few) == 4
 
 
@@ -216,8 +211,8 @@ def test_the_next_long_copy_is_launched_just_before_the_one_that_runs_ends() -> 
     """So the bus is never idle, and what is launched behind it waits for little more than one."""
     now_s = 0.0
     window = LaunchWindow(lambda: now_s)
-    finish(window, fill(window, 32 << 20, 4096), 6e9)
-    (running,) = fill(window, 32 << 20, 4096)
+    finish(window, fill(window, 32 << 20), 6e9)
+    (running,) = fill(window, 32 << 20)
     now_s = 1.0  # it waits for the engine
     assert not window.has_room()
     running.running = True
@@ -226,7 +221,7 @@ def test_the_next_long_copy_is_launched_just_before_the_one_that_runs_ends() -> 
     assert not window.has_room()
     now_s = 1.0045
     assert window.has_room()
-    window.add(HeldTicket("", 32 << 20, 4096))
+    window.add(HeldTicket("", 32 << 20))
     now_s = 9.0  # a bus that stands still
     assert not window.has_room()
 

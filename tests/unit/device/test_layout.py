@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,7 +33,7 @@ def caches_of(shape: Shape) -> Caches:
 def test_a_block_is_as_few_runs_as_the_layout_allows(order: str, page: str, runs: int) -> None:
     layout = caches_of(Shape(order, heads=3, blocks_per_chunk=1)).layout()
     assert layout.layers[0].order == page
-    assert len(layout.runs((3,), 0).sizes) == runs
+    assert len(layout.pieces) == runs
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -120,29 +119,22 @@ def test_a_missing_layer_and_a_rank_without_layers_are_refused() -> None:
         PageLayout.of({}, 6, [], 2)
 
 
-def runs(layout: PageLayout, block_ids: tuple[int, ...], first_block: int) -> list[Move]:
-    found = layout.runs(block_ids, first_block)
-    assert {array.dtype for array in found} == {np.dtype(np.int64)}
-    assert all(array.flags.c_contiguous for array in found)
-    return [Move(*move) for move in zip(*(array.tolist() for array in found), strict=True)]
+def pieces(layout: PageLayout, block: int) -> list[Move]:
+    return [
+        Move(piece.address + block * piece.stride_bytes, piece.offset, piece.nbytes)
+        for piece in layout.pieces
+    ]
 
 
 @settings(max_examples=400)
 @given(data=st.data())
-def test_they_are_the_moves(data: st.DataObject) -> None:
+def test_pieces_are_the_moves_of_a_block(data: st.DataObject) -> None:
     shape = data.draw(
         shapes(data.draw(st.sampled_from(ORDERS)), data.draw(st.sampled_from([1, 2, 4])))
     )
-    layout = build(shape, "cpu", torch.Generator().manual_seed(0)).layout()
-    first = data.draw(st.integers(0, shape.blocks_per_chunk - 1))
-    count = data.draw(st.integers(1, shape.blocks_per_chunk - first))
-    # Often neighbours, upwards and downwards.
-    start = data.draw(st.integers(0, shape.blocks - count))
-    ids = data.draw(
-        st.sampled_from([range(start, start + count), range(start + count - 1, start - 1, -1)])
-        | st.permutations(range(shape.blocks)).map(lambda ids: ids[:count])
-    )
-    assert runs(layout, tuple(ids), first) == moves(layout, tuple(ids), first)
+    layout = caches_of(shape).layout()
+    block = data.draw(st.integers(0, shape.blocks - 1))
+    assert pieces(layout, block) == moves(layout, (block,), 0)
 
 
 def test_layers_of_different_widths() -> None:
@@ -152,13 +144,4 @@ def test_layers_of_different_widths() -> None:
         "wide": base.as_strided((8, 1, 4, 16), (128, 64, 16, 1), 1024),
     }
     layout = PageLayout.of(views, 8, list(views), 3)
-    for ids, first in (((5, 6, 2), 0), ((7,), 2), ((3, 4), 1)):
-        assert runs(layout, ids, first) == moves(layout, ids, first)
-
-
-@pytest.mark.parametrize(("ids", "count"), [(range(4), 1), ((0, 2, 4, 6), 4), ((1, 2, 5, 6), 2)])
-def test_neighbours_are_one_copy(ids: tuple[int, ...], count: int) -> None:
-    layout = build(
-        Shape("BLNHC", blocks=8, blocks_per_chunk=4), "cpu", torch.Generator().manual_seed(0)
-    ).layout()
-    assert len(runs(layout, tuple(ids), 0)) == count
+    assert pieces(layout, 5) == moves(layout, (5,), 0)

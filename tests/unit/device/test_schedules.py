@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 
-from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Staging
+from s3kv.device.gpu.copy_streams import EventTicket, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.device.gpu.interface import Copies, Event
-from s3kv.device.layout import PageLayout
+from s3kv.device.gpu.interface import Event
 from s3kv.messages import CopyPart
 from tests.unit.device.schedule import Schedule
 from tests.unit.device.simulated import SimulatedEvent, SimulatedStream
 
 WAITS = {
     ("save pages", "engine"),  # the mark
-    ("save bus", "engine"),
     ("save bus", "save pages"),  # what is gathered
     ("save pages", "save bus"),  # a staging buffer that is free again
     ("load pages", "engine"),
@@ -29,7 +26,6 @@ WAITS = {
     ("load pages", "load bus"),  # what has arrived
     ("load bus", "load pages"),
     ("engine", "save pages"),  # a fence
-    ("engine", "save bus"),
 }
 """Which stream waits for events of which, but for the engine's own."""
 
@@ -101,16 +97,6 @@ def lets_fences_pass_what_was_not_launched(patch: Patch) -> None:
 
 
 @mutant
-def reads_pages_before_the_stream_has_come_to_it(patch: Patch) -> None:
-    copy_batch = SimulatedStream.copy_batch
-
-    def early(self: SimulatedStream, copies: Copies, source_is_stable: bool) -> None:
-        copy_batch(self, copies, source_is_stable=True)
-
-    patch.setattr(SimulatedStream, "copy_batch", early)
-
-
-@mutant
 def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
     def mark(self: GpuCopier) -> Event:
         event = self._gpu.new_event()
@@ -161,10 +147,8 @@ def ends_a_load_with_its_first_part(patch: Patch) -> None:
     copy_in = GpuCopier.copy_in
     firsts: dict[int, EventTicket] = {}
 
-    def first(
-        self: GpuCopier, part: CopyPart, mark: Event, path: Path | None = None
-    ) -> EventTicket:
-        return firsts.setdefault(id(mark), copy_in(self, part, mark, path))
+    def first(self: GpuCopier, part: CopyPart, mark: Event) -> EventTicket:
+        return firsts.setdefault(id(mark), copy_in(self, part, mark))
 
     patch.setattr(GpuCopier, "copy_in", first)
 
@@ -193,12 +177,12 @@ def tells_a_failure_while_what_was_launched_still_runs(patch: Patch) -> None:
 
 @mutant
 def forgets_the_first_block_of_a_part(patch: Patch) -> None:
-    batch = LoadLane.batch
+    scatter = SimulatedStream.scatter
 
-    def from_zero(self: LoadLane, layout: PageLayout, part: CopyPart, *rest: Any) -> EventTicket:
-        return batch(self, layout, CopyPart(part.group, part.slot, 0, part.block_ids), *rest)
+    def from_zero(self: SimulatedStream, stacks: Any, rows: Any, first_block: int) -> None:
+        scatter(self, stacks, rows, 0)
 
-    patch.setattr(LoadLane, "batch", from_zero)
+    patch.setattr(SimulatedStream, "scatter", from_zero)
 
 
 @pytest.mark.parametrize("broken", MUTANTS, ids=lambda broken: broken.__name__)

@@ -196,17 +196,6 @@ def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
     assert rig.rank.is_quiet
 
 
-def test_refused_batches_are_counted() -> None:
-    rig = Rig()
-    rig.save(SaveJob(1, KEY, 2, (4, 5)))
-    rig.rank.poll()
-    assert "batches_refused" not in rig.rank.counters
-    rig.copies.copier.refused = 3
-    rig.end(SavedEnd(1, True, 0.25))
-    rig.rank.poll()
-    assert rig.rank.counters["batches_refused"] == 3
-
-
 @pytest.mark.parametrize("uploads", [True, False])
 def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
     """Saved and ordered again: the scheduler waits for the end on every rank."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.messages import CopyPart
@@ -18,7 +16,7 @@ LONG_S = 10.0
 
 def opened(gpu: Device, shape: Shape) -> BlockCopies:
     caches = build(shape, gpu.memory, torch.Generator().manual_seed(3))
-    return BlockCopies(gpu.open(places(caches, caches.layout())[0]))
+    return BlockCopies(gpu.open(places(caches)[0]))
 
 
 def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) -> None:
@@ -46,15 +44,14 @@ def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
     copies.close()
 
 
-@pytest.mark.parametrize("load_path", Path)
-def test_a_fence_of_a_gathered_save_waits_for_no_load(load_path: Path) -> None:
+def test_a_fence_of_a_save_waits_for_no_load() -> None:
     """Loads keep the copy engine into the GPU busy for as long as it takes."""
     caches = build(Shape("LBNHC", blocks=12), "cpu", torch.Generator().manual_seed(3))
     gpu = SimulatedGpu(5, eagerness=[0.0])
-    copier = GpuCopier(places(caches, caches.layout())[0], gpu, Path.GATHER)
+    copier = GpuCopier(places(caches)[0], gpu)
     gpu.synchronize()
     mark = copier.mark()
-    loads = [copier.copy_in(CopyPart(0, 1, 0, (2, 3)), mark, load_path) for _ in range(4)]
+    loads = [copier.copy_in(CopyPart(0, 1, 0, (2, 3)), mark) for _ in range(4)]
     while "in" not in gpu.engines:
         assert gpu.step()
     gpu.frozen.add(gpu.engines["in"].name)
