@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from s3kv.config import Config, parse_bytes
-from s3kv.errors import ConfigError, S3KVError, StoreDenied, StoreError
-from s3kv.place import Place
+from s3kv.errors import ConfigError, S3KVError, StoreError
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
 
@@ -34,7 +32,6 @@ EXIT CODES
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
-VERSIONS_LEFT = "deleting them needs s3:DeleteObjectVersion and s3:GetObject"
 _EXTRA_CONFIGS = ("kv_connector_extra_config", "ec_connector_extra_config")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _T = TypeVar("_T")
@@ -171,32 +168,6 @@ def on_bucket(config: Config, work: Callable[[ObjectStore], Awaitable[_T]]) -> _
             await store.close()
 
     return asyncio.run(run())
-
-
-@dataclass(frozen=True, slots=True)
-class OwnObjects:
-    """The objects that a command writes to a bucket and deletes again. Belongs to one asyncio loop.
-
-    A server may carry out a PUT that was broken off, after a DELETE that was sent later. So a PUT
-    goes on when its caller is cancelled, as by Ctrl-C, and is waited for before its object is
-    deleted. puts: the latest PUT of each key. Methods raise `StoreError`.
-    """
-
-    puts: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
-
-    async def put(
-        self, store: ObjectStore, key: str, place: Place, *, if_absent: bool = False
-    ) -> bool:
-        self.puts[key] = put = asyncio.ensure_future(store.put(key, place, if_absent=if_absent))
-        put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
-        return await asyncio.shield(put)
-
-    async def delete(self, store: ObjectStore, key: str) -> None:
-        """Delete an object with its versions, if it was written."""
-        if key in self.puts:
-            await asyncio.wait([self.puts[key]])
-            if not await store.erase(key):
-                raise StoreDenied(f"the versions of {key} stay: {VERSIONS_LEFT}")
 
 
 def now_s() -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,14 +17,14 @@ import click
 from rich.text import Text
 
 from s3kv.cli import show
-from s3kv.cli.configure import connectors, offloading_connector
-from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
-from s3kv.cli.invocation import FOUND, now_s, on_bucket, parse, with_settings
+from s3kv.cli.doctor.bucket import examine
+from s3kv.cli.invocation import FOUND, on_bucket, parse, with_settings
 from s3kv.cli.serve import (
     connector_option,
     given_options,
     host_bytes_option,
     is_multi_modal,
+    kv_transfer_config,
     offloads_with,
     refuse_connectors,
     server_of,
@@ -36,11 +34,10 @@ from s3kv.cli.serve import (
 from s3kv.config import Config, count
 from s3kv.errors import ConfigError, StoreDenied
 from s3kv.prove import arms as proof
-from s3kv.prove.judge import judge
+from s3kv.prove.judge import ArmFacts, judge
 from s3kv.prove.page import COLUMNS, cells, html
 from s3kv.prove.report import document, margins_text
 from s3kv.stores.lanes import in_lanes
-from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep.listing import listed
 
@@ -139,10 +136,10 @@ def prove(
     argv, size = [f"--model={model}", *options], 2 if workers == 1 else 1
     with _cleaned(own):
         plan = proof.RunInputs(argv, transfer, size, logs, longest, prompts, seed)
-        measured = _measure(names, plan)
+        facts = _measure(names, plan)
     wait_s = 0.0 if own is None else own.max_wait_ms / 1e3
-    judgement = judge({n: one.facts for n, one in measured.items()}, wait_s, empty=own is not None)
-    report = document(measured, judgement, model=model, seed=seed, skipped=skipped)
+    judgement = judge(facts, wait_s, empty=own is not None)
+    report = document(facts, judgement, model=model, seed=seed, skipped=skipped)
     _present(report, json_file, html_file)
     if not judgement.proven:
         raise SystemExit(FOUND)
@@ -179,25 +176,12 @@ def _own_connector(
     if "host_bytes" not in config:
         settings, note = with_host_memory(settings, given, offloads=offloads)
         click.echo(f"s3kv: {note}", err=True)
-    if offloads:
-        blocks = given.get("--block-size", "")
-        return offloading_connector(
-            settings, sizes(given)[1], int(blocks) if blocks.isdecimal() else 0
-        )
-    return connectors(settings, "both", ("kv",))["--kv-transfer-config"]
+    return kv_transfer_config(settings, given, offloads=offloads)
 
 
 def _examine(config: Config) -> None:
     """Raise `ConfigError`, with remedies, if the bucket cannot be used."""
-    examination = BucketExamination(
-        open_store(config),
-        config,
-        probe_key(config, "probe"),
-        bandwidth_bytes=0,
-        clock_s=time.perf_counter,
-        wall_s=now_s,
-    )
-    findings = [examine_client(config), *asyncio.run(examination.run(read_only=False))]
+    findings = examine(config, "probe", bandwidth_bytes=0)
     faults = [
         f"{one.check}: {one.detail} → {one.remedy}" for one in findings if one.status == "fault"
     ]
@@ -205,8 +189,8 @@ def _examine(config: Config) -> None:
         raise ConfigError("the bucket cannot be used: " + "; ".join(faults))
 
 
-def _measure(names: set[str], plan: proof.RunInputs) -> dict[str, proof.Measured]:
-    """The measurements of all arms, with their progress on stderr."""
+def _measure(names: set[str], plan: proof.RunInputs) -> dict[str, ArmFacts]:
+    """The facts of all arms, with their progress on stderr."""
     with show.bars() as on_progress:
 
         def report(arm: str, done: int, total: int) -> None:

@@ -146,14 +146,20 @@ def options_to_add(
 ) -> list[str]:
     """The words to add to the options `given` to vLLM. offloads: with vLLM's OffloadingConnector.
     encodes: with the EC connector, too."""
-    added = connectors(config, "both", ("kv",))
-    if offloads:
-        blocks = _number(given, "--block-size", 0)
-        added["--kv-transfer-config"] = offloading_connector(config, sizes(given)[1], blocks)
+    added = {"--kv-transfer-config": kv_transfer_config(config, given, offloads=offloads)}
     items = replace(config, host_bytes=min(config.host_bytes, _MOST_ITEM_BYTES))
     added |= connectors(items, "both", ("ec",)) if encodes else {}
     timeout = [] if "--shutdown-timeout" in given else ["--shutdown-timeout", "60"]
     return [*timeout, *(word for name, value in added.items() for word in (name, compact(value)))]
+
+
+def kv_transfer_config(
+    config: Config, given: Mapping[str, str], *, offloads: bool
+) -> dict[str, Any]:
+    """The value of --kv-transfer-config beside the options `given` to vLLM."""
+    if offloads:
+        return offloading_connector(config, sizes(given)[1], _number(given, "--block-size", 0))
+    return connectors(config, "both", ("kv",))["--kv-transfer-config"]
 
 
 def share(budget: int, slabs: int) -> int:

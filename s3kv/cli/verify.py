@@ -1,9 +1,7 @@
 """`s3kv verify`: reads objects back, and verifies them against their keys.
 
-An object that does not verify is read a second time, because the damage may be in the reading. An
-object that cannot be judged with the settings at hand (another integrity mode, another secret), or
-without the package that decodes it, does not count as damaged, because it is sound to the engines
-it belongs to. An encrypted object is not read: it takes its prompt to open it.
+An object that does not verify is read a second time, because the damage may be in the reading. One
+that cannot be judged here does not count as damaged: it is sound to the engines it belongs to.
 """
 
 from __future__ import annotations

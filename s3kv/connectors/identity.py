@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 
 from s3kv.config import Config
 from s3kv.connectors.model_identity import (
@@ -251,7 +252,7 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
     additional = getattr(vllm_config, "additional_config", None)  # a platform's, and maybe secret
     return {
         "format": FORMAT_VERSION,
-        "vllm": ".".join(_vllm_version()),
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "model": model_identity(model, load, name, weights),
         "processor": processor_identity(model),
         "multimodal": _multimodal(model),
@@ -309,13 +310,6 @@ def _cpu_isa() -> str:
     """Instruction sets that determine how vLLM's CPU attention packs a page."""
     amx = torch.cpu._is_amx_tile_supported() if platform.machine() == "x86_64" else False
     return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-amx{int(amx)}"
-
-
-def _vllm_version() -> tuple[str, str]:
-    import vllm
-
-    major, minor = vllm.__version__.split(".")[:2]
-    return major, minor
 
 
 def _hash_identity(algorithm: str, hash_tokens: int) -> dict[str, Any]:

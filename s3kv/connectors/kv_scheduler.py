@@ -32,7 +32,7 @@ from s3kv.connectors.metrics import S3KVStats, Values
 from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import KV_SHARES, Telemetry, host_gauges
-from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.errors import UnsupportedError
 from s3kv.host.room import room_for
 from s3kv.host.table import Table
 from s3kv.messages import StepPlan
@@ -104,7 +104,7 @@ class SchedulerSide(Guarded):
 
     def set_workers(self, handshakes: list[WorkerHandshake]) -> None:
         """Take in the reports of all ranks once they are up. Raises `UnsupportedError` if the ranks
-        do not fit together, and `ConfigError` if host memory is too small for a chunk.
+        do not fit together.
 
         vLLM 0.33 calls this again whenever the engine wakes up. The planner stays the same then: it
         knows which slots are in use, and the salt that makes earlier chunks unreachable.
@@ -135,12 +135,6 @@ class SchedulerSide(Guarded):
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(digests)}")
         slots = min(handshake.slot_count for handshake in handshakes)
         self._slot_bytes = sum(handshake.slot_bytes for handshake in handshakes)
-        if slots < 1:
-            need = max(handshake.slot_bytes for handshake in handshakes)
-            raise ConfigError(
-                f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, "
-                f"{need} bytes here (or make chunk_tokens smaller)"
-            )
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
         line = start_line(

@@ -183,7 +183,7 @@ class WorkerSide(Guarded):
             self._tier.close()
 
     def _identity(
-        self, layouts: dict[int, PageLayout], pages: Pages | None = None, shard: str = ""
+        self, layouts: dict[int, PageLayout], pages: Pages | None, shard: str
     ) -> dict[str, Any]:
         coverages = self._sizes.coverages
         layers = {n: kinds_of_layers(layout, pages, shard) for n, layout in layouts.items()}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,6 +54,7 @@ from s3kv.connectors.tier_setup import (
 )
 from s3kv.host.slab import Slab
 from s3kv.io.tier import introduce, open_tier
+from s3kv.io.wire import Handshake
 from s3kv.messages import BucketJob, JobKind
 from s3kv.metrics import NAMESPACE, TIER_METRICS, labels_of, name_of
 from s3kv.objects.shards import Shard
@@ -63,7 +64,7 @@ from s3kv.planning.lookup import salted
 from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
 from s3kv.planning.pace import Pace
 from s3kv.planning.row_transfers import RowKey, TransferEnd
-from s3kv.types import ChunkKey, TensorSpec
+from s3kv.types import ChunkKey
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (
@@ -129,26 +130,17 @@ class S3Tier(Guarded, SecondaryTierManager):
         """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
         self._salt = b""
         """Of the hashes since the last reset."""
-        fingerprint = offload_fingerprint(config, vllm_config, offloading, row_bytes)
-        row = row_tensor(vllm_config, row_bytes)
-        groups = dict.fromkeys(range(len(offloading.groups)), (row,))
-        self._open_tier(fingerprint, groups, primary_kv_view)
-
-    def _open_tier(
-        self,
-        fingerprint: dict[str, Any],
-        groups: Mapping[int, tuple[TensorSpec, ...]],
-        view: memoryview,
-    ) -> None:
-        _, row_bytes = view.shape or (0, 0)
         handshake = introduce(
-            self._config,
-            fingerprint,
+            config,
+            offload_fingerprint(config, vllm_config, offloading, row_bytes),
             WHOLE,
-            groups,
+            dict.fromkeys(range(len(offloading.groups)), (row_tensor(vllm_config, row_bytes),)),
             shapes=(WHOLE,),
             row_bytes=row_bytes,
         )
+        self._open_tier(handshake, primary_kv_view)
+
+    def _open_tier(self, handshake: Handshake, view: memoryview) -> None:
         wait = partial(wait_for_bucket, config=self._config)
         self._tier = tier = open_tier(Slab.behind(view), handshake, wait=wait)
         rows = WorkerHandshake(handshake.namespace_digest, 1, view.nbytes, known=tier.known)

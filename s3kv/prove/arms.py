@@ -15,7 +15,7 @@ import copy
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,6 @@ NEEDED = ("off", "engine", "cold")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Everything about one arm: the facts, and the measurements of its last pass.
-
-    counters: growth of the engine's counters. cpu_s: of all processes of the arm.
-    """
-
-    facts: ArmFacts
-    counters: Mapping[str, float] = field(default_factory=dict)
-    cpu_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class RunInputs:
     """The inputs of all arms. argv: vLLM's options, the model among them. connector: the value of
     kv_transfer_config. other_size: the tensor-parallel size of `tp`. logs: a folder."""
@@ -99,7 +87,7 @@ def with_settings(connector: Mapping[str, Any], **changes: Any) -> dict[str, Any
 
 def run_arms(
     names: Sequence[str], plan: RunInputs, report: OnProgress
-) -> Iterator[tuple[str, Measured]]:
+) -> Iterator[tuple[str, ArmFacts]]:
     """Run the arms in the order of `ARMS`; each is yielded when its processes are gone.
 
     Raises `ArmFailed` if an engine does not start. One that fails later is a fact.
@@ -114,8 +102,8 @@ def run_arms(
                     "answer_tokens": ANSWER_TOKENS,
                 }
                 report(name, 0, plan.prompts)
-                measured = _run(name, arm, plan, settings, prompts, report)
-            yield name, measured
+                facts = _run(name, arm, plan, settings, prompts, report)
+            yield name, facts
 
 
 def _argv(name: str, arm: Arm, plan: RunInputs) -> list[str]:
@@ -145,7 +133,7 @@ def _run(
     settings: Mapping[str, Any],
     prompts: list[dict[str, Any]],
     report: OnProgress,
-) -> Measured:
+) -> ArmFacts:
     """Run one arm. prompts: made by the first arm, which knows the tokenizer."""
     begun = False
     try:
@@ -162,12 +150,12 @@ def _run(
             for number in range(1, arm.passes + 1):
                 if number > 1 and arm.resets:
                     _reset(child)
-                measured = _pass(name, child, prompts, report)
-            return measured
+                facts = _pass(name, child, prompts, report)
+            return facts
     except ArmFailed as error:
         if not begun:
             raise ArmFailed(f"arm {name} did not start: {error}") from error
-        return Measured(ArmFacts(error=str(error)))
+        return ArmFacts(error=str(error))
 
 
 def _reset(child: ArmProcess) -> None:
@@ -177,7 +165,7 @@ def _reset(child: ArmProcess) -> None:
 
 def _pass(
     name: str, child: ArmProcess, prompts: Sequence[dict[str, Any]], report: OnProgress
-) -> Measured:
+) -> ArmFacts:
     before, cpu_s = child.ask("counters")["counters"], child.cpu_s()
     replies = child.answers("serve", prompts=[prompt["tokens"] for prompt in prompts])
     answers = []
@@ -188,14 +176,15 @@ def _pass(
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     of = {key.removeprefix(_BY_SOURCE): int(value) for key, value in grown.items()}
     from_bucket = grown.get(f"{NAMESPACE}fetch_bytes_total")
-    facts = ArmFacts(
+    return ArmFacts(
         answers=answers,
         prompt_tokens=sum(len(prompt["tokens"]) for prompt in prompts),
         engine_tokens=of.get("local_cache_hit", 0),
         connector_tokens=of.get("external_kv_transfer", 0),
         bucket_bytes=None if from_bucket is None else int(from_bucket),
+        counters=grown,
+        cpu_s=child.cpu_s() - cpu_s,
     )
-    return Measured(facts, grown, child.cpu_s() - cpu_s)
 
 
 def _answer(reply: Mapping[str, Any], code: str) -> ArmAnswer:

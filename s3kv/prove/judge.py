@@ -78,9 +78,10 @@ class ArmAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ArmFacts:
-    """Facts of one arm. engine_tokens, connector_tokens: prompt tokens that the engine's prefix
-    cache and the connector served. bucket_bytes: fetched and verified; None: unknown. error: why it
-    ended early; empty if it did not."""
+    """Facts of one arm, of its last pass. engine_tokens, connector_tokens: prompt tokens that the
+    engine's prefix cache and the connector served. bucket_bytes: fetched and verified; None:
+    unknown. error: why it ended early; empty if it did not. counters: growth of the engine's
+    counters. cpu_s: of all processes of the arm."""
 
     answers: Sequence[ArmAnswer] = ()
     prompt_tokens: int = 0
@@ -88,6 +89,8 @@ class ArmFacts:
     connector_tokens: int = 0
     bucket_bytes: int | None = None
     error: str = ""
+    counters: Mapping[str, float] = field(default_factory=dict)
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ logprobs can be compared closely.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -54,7 +54,9 @@ def make_prompts(
     if longest_tokens < LEAST_TOKENS:
         raise ValueError(f"prompts need {LEAST_TOKENS} tokens, and {longest_tokens} fit")
     draw, made = random.Random(seed), list[Prompt]()
-    shapes = zip(_turns(LENGTHS), cycle(DEPTHS), strict=False)
+    # Each length twice, so that a prompt that shares its beginning is as long as the one before.
+    lengths = (part for part in cycle(LENGTHS) for _ in range(2))
+    shapes = zip(lengths, cycle(DEPTHS), strict=False)
     for number, (part, depth) in enumerate(islice(shapes, count)):
         boundaries = max(2, int(longest_tokens * part) // BOUNDARY_TOKENS)
         while boundaries * BOUNDARY_TOKENS + TAIL_TOKENS > longest_tokens:
@@ -63,11 +65,6 @@ def make_prompts(
         first = made[-1].tokens[: len(made[-1].tokens) // 2] if shared else []
         made.append(_prompt(encode, boundaries * BOUNDARY_TOKENS + TAIL_TOKENS, depth, first, draw))
     return made
-
-
-def _turns(parts: tuple[float, ...]) -> Iterator[float]:
-    """Each part twice, so that a prompt that shares its beginning is as long as the one before."""
-    return (part for part in cycle(parts) for _ in range(2))
 
 
 def _prompt(

@@ -1,4 +1,4 @@
-"""Report of a proof: one document out of the arms' measurements and the judgement. Pure.
+"""Report of a proof: one document out of the arms' facts and the judgement. Pure.
 
 It is what `--json` writes; the terminal and the HTML page show it.
 """
@@ -13,13 +13,12 @@ from typing import Any
 from s3kv import __version__
 from s3kv.metrics import NAMESPACE
 from s3kv.prove import judge
-from s3kv.prove.arms import Measured
 
 _REQUESTS = f"{NAMESPACE}io_requests_total|"
 
 
 def document(
-    measured: Mapping[str, Measured],
+    arms: Mapping[str, judge.ArmFacts],
     judgement: judge.Judgement,
     *,
     model: str,
@@ -28,7 +27,7 @@ def document(
 ) -> dict[str, Any]:
     """The report as JSON. skipped: why some arms did not run."""
     return {
-        "verdict": _verdict(measured, judgement),
+        "verdict": _verdict(arms, judgement),
         "proven": judgement.proven,
         "model": model,
         "seed": seed,
@@ -43,7 +42,7 @@ def document(
         "findings": [asdict(finding) for finding in judgement.findings],
         "skipped": list(skipped),
         "arms": {
-            name: _row(one, judgement.comparisons.get(name, ())) for name, one in measured.items()
+            name: _row(facts, judgement.comparisons.get(name, ())) for name, facts in arms.items()
         },
     }
 
@@ -60,22 +59,22 @@ def margins_text(report: Mapping[str, Any]) -> str:
     )
 
 
-def _verdict(measured: Mapping[str, Measured], judgement: judge.Judgement) -> str:
-    answers = len(measured["off"].facts.answers)
+def _verdict(arms: Mapping[str, judge.ArmFacts], judgement: judge.Judgement) -> str:
+    answers = len(arms["off"].answers)
     wrong = {finding.arm: None for finding in judgement.findings if finding.wrong}
     if wrong:
         return f"WRONG: {', '.join(wrong)}"
-    served = [name for name in measured if name in judge.LOADING]
+    served = [name for name in arms if name in judge.LOADING]
     gain = ""
-    if "restart" in measured:
-        off, restart = (_percentile(measured[name], 50) for name in ("off", "restart"))
+    if "restart" in arms:
+        off, restart = (_percentile(arms[name], 50) for name in ("off", "restart"))
         gain = f"; the first token after a restart came {off / restart:.1f} times as fast (p50)"
     served_text = f" as {', '.join(served)} served them" if served else ""
     return f"PROVEN: {answers} answers are the same{served_text}{gain}"
 
 
-def _row(one: Measured, comparisons: Sequence[judge.Comparison]) -> dict[str, Any]:
-    facts, counters = one.facts, one.counters
+def _row(facts: judge.ArmFacts, comparisons: Sequence[judge.Comparison]) -> dict[str, Any]:
+    counters = facts.counters
     requests = sum(value for key, value in counters.items() if key.startswith(_REQUESTS))
     read, written = (
         int(counters.get(f"{NAMESPACE}{kind}_bytes_total", 0)) for kind in ("fetch", "upload")
@@ -87,8 +86,8 @@ def _row(one: Measured, comparisons: Sequence[judge.Comparison]) -> dict[str, An
         "found": sum(answer.found for answer in facts.answers),
         "same_tokens": sum(each.diverged is None for each in comparisons) if comparisons else None,
         "move": max((each.move for each in comparisons), default=None),
-        "ttft_p50_ms": _percentile(one, 50),
-        "ttft_p95_ms": _percentile(one, 95),
+        "ttft_p50_ms": _percentile(facts, 50),
+        "ttft_p95_ms": _percentile(facts, 95),
         "prompt_tokens": facts.prompt_tokens,
         "engine_tokens": facts.engine_tokens,
         "connector_tokens": facts.connector_tokens,
@@ -97,11 +96,11 @@ def _row(one: Measured, comparisons: Sequence[judge.Comparison]) -> dict[str, An
         "written_bytes": written,
         "requests": int(requests),
         "usd": counters.get(f"{NAMESPACE}cost_usd_total", 0.0),
-        "cpu_s": round(one.cpu_s, 2),
+        "cpu_s": round(facts.cpu_s, 2),
     }
 
 
-def _percentile(one: Measured, percent: int) -> float:
+def _percentile(facts: judge.ArmFacts, percent: int) -> float:
     """Of the TTFT, in milliseconds, by the nearest rank; 0 without answers."""
-    times = sorted(answer.ttft_s * 1e3 for answer in one.facts.answers)
+    times = sorted(answer.ttft_s * 1e3 for answer in facts.answers)
     return round(times[ceil(len(times) * percent / 100) - 1], 1) if times else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,6 @@ class Engine:
 
     def __init__(self, vllm_config: Any, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
-        self._undo: list[tuple[dict[str, Any], str, Any]] = []
         self.config = Config(bucket="kv-cache")
         self.vllm = vllm_config
         self.cache = groups(FULL)
@@ -35,17 +34,7 @@ class Engine:
     def set(self, holder: Any, **values: Any) -> None:
         for name, value in values.items():
             # Around pydantic, which would want whole configurations where a name is enough.
-            before = holder.__dict__.get(name, self)
-            holder.__dict__[name] = value
-            self._undo.append((holder.__dict__, name, before))
-
-    def restore(self) -> None:
-        while self._undo:
-            values, name, before = self._undo.pop()
-            if before is self:
-                del values[name]
-            else:
-                values[name] = before
+            self.patch.setitem(holder.__dict__, name, value)
 
     def fingerprint(self) -> dict[str, Any]:
         sizes = geometry(self.config, self.vllm, self.cache)
@@ -67,9 +56,7 @@ def layer(backend: str) -> Any:
     return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
 
 
-def an_engine(
-    vllm_config: Any, patch: pytest.MonkeyPatch, directory: Path, folder: Path
-) -> Iterator[Engine]:
+def an_engine(vllm_config: Any, patch: pytest.MonkeyPatch, directory: Path, folder: Path) -> Engine:
     """An engine of a model of this test's own, whose name does not tell where it lies."""
     shutil.copytree(models.build(directory, models.TINY), folder)
     patch.delenv("PYTHONHASHSEED", raising=False)
@@ -78,8 +65,7 @@ def an_engine(
     it = Engine(vllm_config, patch)
     it.set(it.model, model=str(folder))
     it.settings(model_id="tiny")
-    yield it
-    it.restore()
+    return it
 
 
 def leaves(tree: Any, depth: int = 2) -> dict[str, Any]:

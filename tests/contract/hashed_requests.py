@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,22 @@ def hashed(arriving: EngineCoreRequest) -> Request:
         kv_cache_utils.init_none_hash(sha256)
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, sha256)
     return Request.from_engine_core_request(arriving, hasher)
+
+
+def given(hashes: list[bytes], *features: Any, **more: Any) -> Any:
+    """A request with these hashes and media, as far as a connector reads it."""
+    plain: dict[str, Any] = {
+        "request_id": "r",
+        "block_hashes": hashes,
+        "num_tokens": BLOCK_TOKENS * len(hashes),
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "prompt_embeds": None,
+        "pooling_params": None,
+        "mm_features": list(features),
+        "kv_transfer_params": None,
+    }
+    return SimpleNamespace(**plain | more)
 
 
 def rows(seed: int = 1, *, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,4 +1,4 @@
-"""Every hook that either connector has, held against the vLLM that is installed.
+"""Every hook that a connector or the tier has, held against the vLLM that is installed.
 
 The hooks and their parameters are those of our classes. A hook of theirs that is new fails, too. A
 failure is not a bug yet; see test_vllm_api.py.
@@ -9,19 +9,24 @@ from __future__ import annotations
 import pytest
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from s3kv.connectors.ec import S3ECConnector
+from s3kv.connectors.guard import Guarded
 from s3kv.connectors.kv import S3KVConnector
+from s3kv.connectors.offload_tier import S3Tier
 from tests.contract.test_vllm_api import moved, parameters, users_of
 from tests.versions import VERSION, newer
 
 BASES: dict[type, tuple[type, ...]] = {
     S3KVConnector: (KVConnectorBase_V1, SupportsHMA),
     S3ECConnector: (ECConnectorBase,),
+    S3Tier: (SecondaryTierManager,),
 }
 CALLED: dict[type, set[str]] = {
     S3KVConnector: {"__init__", "has_connector_metadata", "_get_connector_metadata", "role"},
     S3ECConnector: {"__init__", "is_consumer", "is_producer", "role"},
+    S3Tier: set(),
 }
 """Hooks that we call, and do not define ourselves."""
 SINCE = {
@@ -62,11 +67,26 @@ LEFT_ALONE: dict[type, set[str]] = {
         "take_unavailable_requests",
         "update_state_after_free",
     },
+    S3Tier: {
+        "config_info",
+        "config_info_keys",
+        "has_pending_work",
+        "serve_external_requests",
+        # What a tier may read.
+        *(name for name, it in vars(SecondaryTierManager).items() if isinstance(it, property)),
+    },
 }
 
 
 def public(*classes: type) -> set[str]:
-    return {name for cls in classes for name in vars(cls) if not name.startswith("_")}
+    """What can be called, and properties, but for what is not vLLM's."""
+    return {
+        name
+        for cls in classes
+        for name, it in vars(cls).items()
+        if not name.startswith("_") and name not in vars(Guarded)
+        if isinstance(it, property) or callable(getattr(it, "__func__", it))
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,8 @@ from tests.contract.fingerprints import PAGE, Engine, an_engine, drafts, layer, 
 @pytest.fixture
 def engine(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
-) -> Iterator[Engine]:
-    yield from an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")
+) -> Engine:
+    return an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")
 
 
 def weights_of_an_update(e: Engine, folder: Path | None = None) -> None:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -17,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from lab import models
 from s3kv.connectors import S3KVConnector, kv
 from s3kv.connectors.adapter_loads import AdapterStep
+from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake
+from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.connectors.plugin import register
 from s3kv.messages import EMPTY_PLAN, StepPlan
 from tests.contract.configurations import FULL, configured, groups
@@ -26,56 +29,39 @@ from tests.plans import fetches_of
 from tests.versions import since
 
 
-class Side:
-    """Either side: records its calls, and answers as the test wants."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.answers = answers
-        self.adapters = SimpleNamespace(next_step=lambda: AdapterStep(3, 2))
-
-    def __getattr__(self, name: str) -> Any:
-        def hook(*arguments: Any) -> Any:
-            self.calls.append((name, arguments))
-            return self.answers.get(name)
-
-        return hook
-
-
-def connector(role: KVConnectorRole, side: Side) -> S3KVConnector:
+def connector(role: KVConnectorRole, side: Any) -> S3KVConnector:
+    """A connector of this role, around a side made by hand."""
     made = S3KVConnector.__new__(S3KVConnector)
-    made._role = role
-    made._connector_metadata = None
-    if role is KVConnectorRole.SCHEDULER:
-        made._scheduler = side  # type: ignore[assignment]
-    else:
-        made._worker = side  # type: ignore[assignment]
+    made._role, made._connector_metadata = role, None
+    setattr(made, "_scheduler" if role is KVConnectorRole.SCHEDULER else "_worker", side)
     return made
 
 
 def test_a_step_takes_its_plan_to_the_worker() -> None:
-    side, plan = Side(), StepPlan(linger_s=0.5)
+    side, plan = Mock(spec=WorkerSide), StepPlan(linger_s=0.5)
     worker = connector(KVConnectorRole.WORKER, side)
     worker.wait_for_save()
     metadata = PlanMetadata(plan, AdapterStep(3, 2))
     worker.handle_preemptions(metadata)
     worker.bind_connector_metadata(metadata)
     worker.wait_for_save()
-    assert side.calls == [
-        ("save", (EMPTY_PLAN,)),  # nothing is bound in a step without a scheduler's plan
-        ("begin", (plan, AdapterStep(3, 2))),
-        ("save", (plan,)),
+    assert side.mock_calls == [
+        call.save(EMPTY_PLAN),  # nothing is bound in a step without a scheduler's plan
+        call.begin(plan, AdapterStep(3, 2)),
+        call.save(plan),
     ]
 
 
 def test_the_schedulers_plan_is_numbered_and_handshakes_of_other_connectors_left_out() -> None:
     plan, handshake = StepPlan(linger_s=0.5), WorkerHandshake("namespace", 8, 4096)
-    side: Any = Side(plan=plan)
+    side = Mock(spec=SchedulerSide)
+    side.plan.return_value = plan
+    side.adapters = SimpleNamespace(next_step=lambda: AdapterStep(3, 2))
     scheduler = connector(KVConnectorRole.SCHEDULER, side)
     step: Any = SimpleNamespace()
     assert scheduler.build_connector_meta(step) == PlanMetadata(plan, AdapterStep(3, 2))
     scheduler.set_xfer_handshake_metadata({0: handshake, 1: step})
-    assert side.calls == [("plan", (step,)), ("set_workers", ([handshake],))]
+    assert side.mock_calls == [call.plan(step), call.set_workers([handshake])]
 
 
 EXPERTS = {
@@ -122,7 +108,8 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
 @since(0, 32, "`CacheHitSource`")
 @pytest.mark.parametrize(("bucket", "host"), [(0, 48), (16, 32), (48, 0)])
 def test_hits_are_reported_by_their_source(bucket: int, host: int) -> None:
-    scheduler = connector(KVConnectorRole.SCHEDULER, Side(bucket_tokens=bucket))
+    side = Mock(**{"bucket_tokens.return_value": bucket})
+    scheduler = connector(KVConnectorRole.SCHEDULER, side)
     sources = scheduler.get_external_cache_hit_sources(SimpleNamespace(), 48)  # type: ignore[arg-type]
     named = {"HOST": host, "EXTERNAL_UNSPECIFIED": bucket}
     assert {source.name: tokens for source, tokens in sources.items()} == {
@@ -134,11 +121,11 @@ def test_hits_are_reported_by_their_source(bucket: int, host: int) -> None:
     ("role", "hook"), [(KVConnectorRole.SCHEDULER, []), (KVConnectorRole.WORKER, ["shutdown"])]
 )
 def test_only_a_worker_has_something_to_shut_down(role: KVConnectorRole, hook: list[str]) -> None:
-    side = Side(stats="statistics")
+    side = Mock(**{"stats.return_value": "statistics"})
     ours = connector(role, side)
     assert ours.get_kv_connector_stats() == "statistics"  # type: ignore[comparison-overlap]
     ours.shutdown()
-    assert [name for name, _ in side.calls] == ["stats", *hook]
+    assert [name for name, *_ in side.mock_calls] == ["stats", *hook]
 
 
 def test_neighbours_choose_the_layout_of_the_kv_cache() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,14 +86,14 @@ OTHER_VALUES: dict[str, Any] = {
 @pytest.fixture
 def engine(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
-) -> Iterator[Engine]:
+) -> Engine:
     """One that has everything a fingerprint looks at: images, adapters, a draft, diffusion."""
-    for it in an_engine(tiny_config, monkeypatch, directory, tmp_path / "model"):
-        sees()(it)
-        drafts(it)
-        for name in ("lora_config", "diffusion_config"):
-            it.set(it.vllm, **{name: SimpleNamespace()})
-        yield it
+    it = an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")
+    sees()(it)
+    drafts(it)
+    for name in ("lora_config", "diffusion_config"):
+        it.set(it.vllm, **{name: SimpleNamespace()})
+    return it
 
 
 def holder_of(engine: Engine, row: Row) -> Any:

@@ -21,6 +21,7 @@ from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.configurations import SIZES
+from tests.contract.hashed_requests import given
 from tests.contract.pictures import picture, without_tensors
 from tests.plans import fetches_of
 
@@ -47,18 +48,7 @@ def waiting_side(
 
 def request(name: str, chunks: int = 2, **more: Any) -> Any:
     hashes = [f"{name}-{block}".encode() for block in range(2 * chunks)]
-    plain: dict[str, Any] = {
-        "request_id": name,
-        "block_hashes": hashes,
-        "num_tokens": 16 * len(hashes),
-        "skip_reading_prefix_cache": False,
-        "lora_request": None,
-        "prompt_embeds": None,
-        "pooling_params": None,
-        "mm_features": [],
-        "kv_transfer_params": None,
-    }
-    return SimpleNamespace(**plain | more)
+    return given(hashes, request_id=name, **more)
 
 
 def step(tokens: int = 0, *new: Any) -> Any:

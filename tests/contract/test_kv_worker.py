@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from s3kv.config import Config
 from s3kv.connectors import kv, kv_worker
@@ -23,10 +24,12 @@ from s3kv.errors import StoreUnavailable, UnsupportedError
 from s3kv.host.slab import Slab
 from s3kv.messages import CopyPart, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.types import ENGINE_LOG, ChunkKey
+from s3kv.worker.rank import RankWorker
 from tests.contract.configurations import FULL, groups
+from tests.contract.test_kv import connector
 from tests.contract.test_kv_shards import cache_of
-from tests.contract.test_vllm_api import VERSION
 from tests.unit.device.simulated import SimulatedGpu
+from tests.versions import VERSION
 
 PLAN = StepPlan(
     loads=(LoadJob("r", (CopyPart(0, 0, 0, (1,)),)),),
@@ -35,50 +38,25 @@ PLAN = StepPlan(
 HANDSHAKE = WorkerHandshake("n" * 32, 8, 4096)
 
 
-class Rank:
-    """A rank that carries out nothing; `log` has its calls."""
-
-    def __init__(self, launches: bool = True) -> None:
-        self.launches = launches
-        self.log: list[str] = []
-        self.counters: Counter[str] = Counter()
-
-    def load(self, orders: Any, *, from_now: bool) -> None:
-        self.log.append("load from now" if from_now else "load")
-
-    def save(self, orders: Any, *, read_first: bool) -> None:
-        self.log.append("save, read first" if read_first else "save")
-
-    def refuse(self, orders: Any) -> None:
-        self.log.append("refuse")
-
-    def begin(self, plan: StepPlan) -> None:
-        self.log.append("begin")
-
-    def take_report(self) -> StepReport | None:
-        return None
-
-    def give_up_loads(self) -> set[str]:
-        return set()
-
-    def wait_launched(self, timeout_s: float) -> bool:
-        self.log.append("launched")
-        return self.launches
-
-    def suspend(self, timeout_s: float) -> bool:
-        self.log.append("suspend")
-        return self.launches
-
-    def resume(self) -> None:
-        self.log.append("resume")
+def idle_rank(*, launches: bool = True) -> Mock:
+    """A rank that carries out nothing. launches: its copies are launched, and end."""
+    rank = Mock(spec=RankWorker, counters=Counter())
+    rank.wait_launched.return_value = rank.suspend.return_value = launches
+    rank.take_report.return_value = None
+    rank.give_up_loads.return_value = set()
+    return rank
 
 
-def side(vllm_config: Any, rank: Rank | None = None, *, announces_sleep: bool = True) -> WorkerSide:
+def calls(rank: Mock) -> list[str]:
+    return [name for name, *_ in rank.mock_calls]
+
+
+def side(vllm_config: Any, rank: Any = None, *, announces_sleep: bool = True) -> WorkerSide:
     """A worker's side that has not registered."""
     config, cache = Config(bucket="bkt"), groups(FULL)
     sizes = geometry(config, vllm_config, cache)
     worker = WorkerSide(config, vllm_config, cache, sizes, announces_sleep=announces_sleep)
-    worker._rank = rank  # type: ignore[assignment]
+    worker._rank = rank
     return worker
 
 
@@ -92,7 +70,7 @@ def registered(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Worke
     """A side whose bucket holds objects, and the calls that wait for the bucket."""
     wait = Mock(return_value=True)
     monkeypatch.setattr(kv_worker, "wait_for_bucket", wait)
-    worker = side(tiny_config, Rank())
+    worker = side(tiny_config, idle_rank())
     worker._tier, worker._handshake = Mock(), HANDSHAKE
     return worker, wait
 
@@ -129,11 +107,9 @@ def test_without_a_bucket_the_first_report_has_no_handshake(
     assert "runs without its cache" in caplog.text
 
 
-def test_a_worker_that_has_failed_reports_so_in_every_step(
-    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank()
-    monkeypatch.setattr(rank, "begin", Mock(side_effect=ZeroDivisionError))
+def test_a_worker_that_has_failed_reports_so_in_every_step(tiny_config: Any) -> None:
+    rank = idle_rank()
+    rank.begin.side_effect = ZeroDivisionError
     worker = side(tiny_config, rank)
     worker.begin(PLAN)
     assert worker.broken == "_begin"
@@ -180,8 +156,9 @@ def test_a_gpu_without_memory_for_staging_ends_the_start(
     monkeypatch.setattr(SimulatedGpu, "empty", full)
     worker = side(tiny_config)
     monkeypatch.setattr(worker, "_shards", lambda: (["h0-0of1-l0-0of1"], 0))
+    subject = connector(KVConnectorRole.WORKER, worker)
     with pytest.raises(UnsupportedError, match=r"copies need \d+ bytes on .* lower gpu_mem"):
-        connector(worker).register_kv_caches({"layer.0": cache_of(FULL, "NHC", 10)})
+        subject.register_kv_caches({"layer.0": cache_of(FULL, "NHC", 10)})
     tiers[0].slab.close()
     worker.shutdown()
     tiers[0].close.assert_called_once_with()
@@ -206,56 +183,49 @@ def test_copies_are_launched_within_the_hook_if_a_sleep_is_not_announced(
 ) -> None:
     monkeypatch.setattr(tiny_config.model_config, "enable_sleep_mode", may_sleep)
     monkeypatch.setitem(tiny_config.device_config.__dict__, "device_type", device)
-    rank = Rank()
+    rank = idle_rank()
     step(side(tiny_config, rank, announces_sleep=announces_sleep))
-    assert rank.log == (["load", "launched", "save", "launched"] if launches else ["load", "save"])
+    launched = ["load", "wait_launched", "save", "wait_launched"]
+    assert calls(rank) == (launched if launches else ["load", "save"])
 
 
 def test_copies_that_are_never_launched_are_waited_for_once(
     tiny_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = Rank(launches=False)
+    rank = idle_rank(launches=False)
     worker = side(tiny_config, rank)
     worker._launches_at_once = True
     step(worker)
     step(worker)
-    assert rank.log.count("launched") == 1
+    assert rank.wait_launched.call_count == 1
     assert "not launched within" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("writes", "log"),
-    [((True, False), ["load", "save, read first"]), ((False, True), ["load from now", "save"])],
-)
+@pytest.mark.parametrize("writes", [(True, False), (False, True)])
 def test_copies_are_ordered_with_what_a_step_writes_around_its_fences(
-    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, writes: tuple[bool, bool], log: list[str]
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, writes: tuple[bool, bool]
 ) -> None:
     monkeypatch.setattr(kv_worker, "writes_around_fences", lambda *args: writes)
-    rank = Rank()
+    rank = idle_rank()
     step(side(tiny_config, rank))
-    assert rank.log == log
-
-
-def connector(worker: WorkerSide) -> S3KVConnector:
-    """A connector of the worker's role, around a side made by hand."""
-    made = S3KVConnector.__new__(S3KVConnector)
-    made._worker = worker
-    return made
+    rank.load.assert_called_once_with(PLAN.loads, from_now=writes[1])
+    rank.save.assert_called_once_with(PLAN.saves, read_first=writes[0])
 
 
 def test_before_a_sleep_copies_end_and_after_it_they_may_begin(
     tiny_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = Rank()
-    subject = connector(side(tiny_config, rank))
+    rank = idle_rank()
+    subject = connector(KVConnectorRole.WORKER, side(tiny_config, rank))
     for _ in range(2):
         subject.unregister_kv_caches()
         subject.restore_kv_caches()
-    assert rank.log == ["suspend", "resume"] * 2
-    rank.launches = False
+    assert calls(rank) == ["suspend", "resume"] * 2
+    rank.suspend.return_value = False
     subject.unregister_kv_caches()
     assert "copies did not end" in caplog.text
-    connector(side(tiny_config)).unregister_kv_caches()  # nothing registered: nothing to do
+    unregistered = connector(KVConnectorRole.WORKER, side(tiny_config))
+    unregistered.unregister_kv_caches()  # nothing registered: nothing to do
 
 
 def test_sleep_is_supported_and_its_announcement_detected() -> None:
@@ -266,17 +236,17 @@ def test_sleep_is_supported_and_its_announcement_detected() -> None:
 
 def test_saves_of_an_adapter_that_has_changed_are_refused(tiny_config: Any) -> None:
     """They were planned before the scheduler had the report."""
-    rank = Rank()
+    rank = idle_rank()
     worker = side(tiny_config, rank)
     for may_save in (True, False, True):
         worker._adapters = Mock(may_save=may_save)
         worker.save(PLAN)
-    assert rank.log == ["save", "refuse", "save"]
+    assert calls(rank) == ["save", "refuse", "save"]
 
 
 def test_every_step_of_an_engine_with_adapters_is_reported(tiny_config: Any) -> None:
     """An idle one, too: a request may wait for it."""
-    worker = side(tiny_config, Rank())
+    worker = side(tiny_config, idle_rank())
     worker.begin(StepPlan(), AdapterStep(6, 5))
     assert worker.report() is None
     worker._adapters = loads = Mock()

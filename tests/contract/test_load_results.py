@@ -17,9 +17,10 @@ from lab.books import check
 from s3kv.connectors.kv_translate import PlanMetadata
 from s3kv.messages import EMPTY_PLAN, CopyPart, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.types import ChunkKey, Outcome
+from tests.contract.test_kv import connector
 from tests.contract.test_kv_scheduler import ended, looked_up, output, request, step
 from tests.contract.test_kv_scheduler import side as scheduler_side
-from tests.contract.test_kv_worker import connector, side
+from tests.contract.test_kv_worker import side
 
 
 class Rank:
@@ -70,9 +71,8 @@ class Steps:
 
     def __init__(self, vllm_config: Any) -> None:
         self.rank = Rank()
-        self.worker = side(vllm_config, self.rank)  # type: ignore[arg-type]
-        self.connector = connector(self.worker)
-        self.connector._role = KVConnectorRole.WORKER
+        self.worker = side(vllm_config, self.rank)
+        self.connector = connector(KVConnectorRole.WORKER, self.worker)
 
     def step(self, plan: StepPlan = EMPTY_PLAN) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those whose load has failed."""

@@ -15,23 +15,15 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from s3kv.connectors.media import MediaDigests, MediaNames, check_media_names
 from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.errors import ConfigError
+from tests.contract.hashed_requests import BLOCK_TOKENS, given
 from tests.contract.pictures import kwargs_item, picture
 
-BLOCK_TOKENS = 16
 HASHES = [bytes([n]) * 32 for n in range(20)]
 HASH = "ab" * 32
 
 
 def request(name: str, *features: MultiModalFeatureSpec, resumable: bool = False) -> Any:
-    return SimpleNamespace(
-        request_id=name,
-        block_hashes=list(HASHES),
-        mm_features=list(features),
-        lora_request=None,
-        prompt_embeds=None,
-        pooling_params=None,
-        resumable=resumable,
-    )
+    return given(list(HASHES), *features, request_id=name, resumable=resumable)
 
 
 def answers(*, trusted: bool = False) -> RequestHashes:

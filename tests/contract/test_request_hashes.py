@@ -4,7 +4,6 @@ images see test_media.py."""
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from s3kv.connectors.request_hashes import DerivedHashes, RequestHashes
-from tests.contract.hashed_requests import TOKENS, arriving, hashed, rows
+from tests.contract.hashed_requests import TOKENS, arriving, given, hashed, rows
 from tests.contract.pictures import picture
 
 HASHES = [bytes([n]) * 32 for n in range(10)]
@@ -25,14 +24,7 @@ def answers() -> RequestHashes:
 
 
 def request(*features: Any, adapter: Any = None) -> Any:
-    return SimpleNamespace(
-        request_id="r",
-        block_hashes=HASHES,
-        mm_features=list(features),
-        lora_request=adapter,
-        prompt_embeds=None,
-        pooling_params=None,
-    )
+    return given(HASHES, *features, lora_request=adapter)
 
 
 ADAPTER = LoRARequest("a", 1, "/nowhere")

@@ -1,6 +1,7 @@
 """What the tier relies on of vLLM's tiers, held against the vLLM that is installed.
 
-First names and fields, then the order of calls in a step. `test_tier_cases` goes on from there.
+First names and fields, then the order of calls in a step; the hooks are in `test_hooks`.
+`test_tier_cases` goes on from there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from lab import models
-from s3kv.connectors.offload_tier import S3Tier
 from tests.contract.configurations import FULL, configured, groups
 from tests.contract.test_vllm_api import find, moved, parameters
 from tests.versions import VERSION
@@ -78,27 +78,6 @@ CALLS = {
     f"{TIERING}:SecondaryTierManager.__init__": "offloading_spec primary_kv_view tier_type "
     "backpressure_detector",
 }
-# Newer hooks, which a tier need not have.
-NEWER_HOOKS = {"config_info_keys", "config_info"}
-ABSTRACT = {
-    "lookup": "key req_context",
-    "submit_store": "job_metadata",
-    "submit_load": "job_metadata",
-    "get_finished_jobs": "",
-    "on_new_request": "req_context",
-    "drain_jobs": "",
-}
-HOOKS = ABSTRACT | {
-    "has_pending_work": "",
-    "take_events": "",
-    "touch": "keys req_context",
-    "on_request_finished": "req_context",
-    "serve_external_requests": "parent",
-    "on_schedule_end": "context",
-    "shutdown": "",
-    "get_stats": "",
-    "build_metric_definitions": "extra_config",
-}
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -121,26 +100,6 @@ def test_members_we_use(name: str) -> None:
 def test_things_we_call(name: str) -> None:
     there = parameters(find(*name.split(":")))
     assert there == (*CALLS[name].split(),), moved(f"{name} has {there}", TIER)
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks(name: str) -> None:
-    """vLLM's and ours take the same, by the same names."""
-    for tier in (SecondaryTierManager, S3Tier):
-        there = parameters(getattr(tier, name))
-        assert there == (*HOOKS[name].split(),), moved(f"{name} of {tier} has {there}", TIER)
-
-
-def test_there_is_no_other_hook() -> None:
-    public = {
-        name
-        for name, value in vars(SecondaryTierManager).items()
-        if callable(getattr(value, "__func__", value)) and not name.startswith("_")
-    }
-    new = public - set(HOOKS) - NEWER_HOOKS
-    assert not new, moved(f"tiers have the hooks {sorted(new)}", TIER)
-    there = SecondaryTierManager.__abstractmethods__
-    assert there == ABSTRACT.keys(), moved(f"{sorted(there)} are abstract", TIER)
 
 
 def recorded_as(name: str, answer: Callable[..., Any] = lambda *_: None) -> Any:

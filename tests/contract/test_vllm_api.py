@@ -251,14 +251,6 @@ def test_doctor_knows_every_hash_of_prefixes() -> None:
     assert set(get_args(PrefixCachingHashAlgo)) <= set(known.choices)
 
 
-@since(0, 32, "`CacheHitSource`")
-def test_the_tiers_we_name_exist() -> None:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    for tier in ("HOST", "EXTERNAL_UNSPECIFIED"):
-        assert hasattr(CacheHitSource, tier), moved(f"CacheHitSource has no {tier}", CONNECTOR)
-
-
 def test_uploads_have_less_time_than_vllm_gives_a_worker_by_default() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)

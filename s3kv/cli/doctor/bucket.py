@@ -6,19 +6,20 @@ Its objects are outside every namespace and are deleted at the end.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import median
 
 from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
-from s3kv.cli.invocation import VERSIONS_LEFT, OwnObjects
+from s3kv.cli.invocation import now_s
 from s3kv.config import Config
-from s3kv.errors import StoreError
+from s3kv.errors import StoreDenied, StoreError
 from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.s3.answers import arn_of
-from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
+from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose, open_store
 from s3kv.stores.store import ObjectStore
 
 LATENCY_ROUNDS = 8
@@ -28,6 +29,7 @@ MAX_SKEW_S = 60.0
 """Clock skew that is reported. S3 refuses requests only from a quarter of an hour on, but drift is
 worth a warning before that."""
 _CONTENT = bytes(range(256)) * 4
+_VERSIONS_LEFT = "deleting them needs s3:DeleteObjectVersion and s3:GetObject"
 _HEADERS_REMEDY = (
     "If the bucket's policy demands headers, such as x-amz-server-side-encryption and "
     "x-amz-server-side-encryption-aws-kms-key-id, set them in put_headers"
@@ -60,18 +62,32 @@ def examine_client(config: Config) -> Finding:
     return Finding("client", "warning", told, remedy)
 
 
-def probe_key(config: Config, token: str) -> str:
-    """Key of the examination's object: under the prefix, so that the cache's policies apply to it,
-    and outside the namespaces, so that no engine ever looks there."""
-    return f"{config.prefix}/doctor/{token}"
+def examine(
+    config: Config, token: str, *, bandwidth_bytes: int, read_only: bool = False
+) -> list[Finding]:
+    """The findings on the client and on the bucket. token: unique to this examination.
+    bandwidth_bytes, read_only: as of `BucketExamination`. Raises `ConfigError` as `examine_client`
+    does. Call it where no asyncio loop runs."""
+    client = examine_client(config)
+    examination = BucketExamination(
+        open_store(config),
+        config,
+        # Under the prefix, so that the cache's policies apply to the object, and outside the
+        # namespaces, so that no engine ever looks there.
+        f"{config.prefix}/doctor/{token}",
+        bandwidth_bytes=bandwidth_bytes,
+        clock_s=time.perf_counter,
+        wall_s=now_s,
+    )
+    return [client, *asyncio.run(examination.run(read_only=read_only))]
 
 
 @dataclass(slots=True)
 class BucketExamination:
     """One examination of one bucket. Belongs to one asyncio loop.
 
-    store: of these settings; the examination closes it. key: unique to this examination
-    (`probe_key`); a second object's key has a suffix. bandwidth_bytes: bytes to send and for each
+    store: of these settings; the examination closes it. key: unique to this examination;
+    a second object's key has a suffix. bandwidth_bytes: bytes to send and for each
     connection to read, to measure throughput; 0: none. clock_s: a monotonic clock, for latencies.
     wall_s: this host's time since the epoch, in seconds.
     """
@@ -83,7 +99,10 @@ class BucketExamination:
     clock_s: Callable[[], float]
     wall_s: Callable[[], float]
     _findings: dict[str, Finding] = field(default_factory=dict, init=False)
-    _own: OwnObjects = field(default_factory=OwnObjects, init=False)
+    _puts: dict[str, asyncio.Future[bool]] = field(default_factory=dict, init=False)
+    """The PUT of each object. A server may carry out one that was broken off, after a DELETE that
+    was sent later. So a PUT goes on when its caller is cancelled, as by Ctrl-C, and is waited for
+    before its object is deleted."""
 
     async def run(self, *, read_only: bool) -> list[Finding]:
         """Return all findings, in the order of the calls. Errors of the store become findings.
@@ -93,7 +112,7 @@ class BucketExamination:
         try:
             await self._run(read_only=read_only)
         except asyncio.CancelledError:
-            await _error_of(self._own.delete(self.store, self.key))
+            await _error_of(self._take_back(self.key))
             raise
         finally:
             await self.store.close()
@@ -139,7 +158,7 @@ class BucketExamination:
 
     async def _put(self) -> bool:
         # With the condition, like the cache: a bucket's policy may require it.
-        error = await _error_of(self._write())
+        error = await _error_of(self._write(self.key, Place.of(_CONTENT), if_absent=True))
         if error is None:
             self._note("put", "ok", "an object was written")
             return True
@@ -150,7 +169,7 @@ class BucketExamination:
         return False
 
     async def _put_again(self) -> None:
-        if not await self._write():
+        if not await self._write(self.key, Place.of(_CONTENT), if_absent=True):
             told = "an object that is already there is not written again"
             return self._note("conditional put", "ok", told)
         told = (
@@ -218,13 +237,13 @@ class BucketExamination:
             self._note("refresh", "warning", str(error), remedy)
 
     async def _delete(self) -> bool:
-        config, put = self.config, self._own.puts.get(self.key)
+        config, put = self.config, self._puts.get(self.key)
         try:
             erased = await self.store.erase(self.key)
         except StoreError as caught:
             error = caught
         else:
-            told = "" if erased else f"; versions of {self.key} are left behind: {VERSIONS_LEFT}"
+            told = "" if erased else f"; versions of {self.key} are left behind: {_VERSIONS_LEFT}"
             self._note("delete", "ok", f"an object can be deleted{told}")
             return True
         left = f"; {self.key} is left behind" if put and put.exception() is None else ""
@@ -249,7 +268,7 @@ class BucketExamination:
 
         try:
             begin_s = self.clock_s()
-            await self._own.put(self.store, key, content)
+            await self._write(key, content)
             written_s = self.clock_s()
             await read()
             read_s = self.clock_s()
@@ -258,7 +277,7 @@ class BucketExamination:
             await in_lanes(at_once, in_turn(range(at_once)), read)
             end_s = self.clock_s()
         finally:
-            left = await _error_of(self._own.delete(self.store, key))
+            left = await _error_of(self._take_back(key))
         seconds = (written_s - begin_s, read_s - written_s, (end_s - read_s) / at_once)
         up, down, many = (self.bandwidth_bytes / 1e6 / max(s, 1e-9) for s in seconds)
         told = (
@@ -277,8 +296,19 @@ class BucketExamination:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"
 
-    async def _write(self) -> bool:
-        return await self._own.put(self.store, self.key, Place.of(_CONTENT), if_absent=True)
+    async def _write(self, key: str, place: Place, *, if_absent: bool = False) -> bool:
+        self._puts[key] = put = asyncio.ensure_future(
+            self.store.put(key, place, if_absent=if_absent)
+        )
+        put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
+        return await asyncio.shield(put)
+
+    async def _take_back(self, key: str) -> None:
+        """Delete an object with its versions, if it was written."""
+        if key in self._puts:
+            await asyncio.wait([self._puts[key]])
+            if not await self.store.erase(key):
+                raise StoreDenied(f"the versions of {key} stay: {_VERSIONS_LEFT}")
 
     def _resource(self, *, on_bucket: bool = False) -> str:
         bucket = self.config.bucket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from dataclasses import asdict
@@ -12,20 +11,12 @@ import click
 from rich.text import Text
 
 from s3kv.cli import show
-from s3kv.cli.doctor import disk, host, master_keys
-from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
+from s3kv.cli.doctor import bucket, disk, host, master_keys
 from s3kv.cli.doctor.findings import Finding, Status, is_healthy
-from s3kv.cli.invocation import (
-    EPILOG,
-    FOUND,
-    now_s,
-    print_json,
-    size,
-    with_settings,
-)
+from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
-from s3kv.stores.s3.s3_store import MAX_PUT_BYTES, open_store
+from s3kv.stores.s3.s3_store import MAX_PUT_BYTES
 
 _STYLES: dict[Status, str] = {
     "ok": "green",
@@ -76,16 +67,7 @@ def doctor(
     if bandwidth > MAX_PUT_BYTES:
         told = f"--bandwidth is {show.size(bandwidth)}: allowed is at most "
         raise ConfigError(told + show.size(MAX_PUT_BYTES))
-    client = examine_client(config)
-    bucket = BucketExamination(
-        open_store(config),
-        config,
-        probe_key(config, uuid4().hex),
-        bandwidth_bytes=bandwidth,
-        clock_s=time.perf_counter,
-        wall_s=now_s,
-    )
-    findings = [client, *asyncio.run(bucket.run(read_only=read_only))]
+    findings = bucket.examine(config, uuid4().hex, bandwidth_bytes=bandwidth, read_only=read_only)
     findings += disk.examine(config, time.perf_counter, read_only=read_only)
     findings += master_keys.examine(config, time.perf_counter)
     findings += host.examine(config, host.look(os.environ), workers=workers, algorithm=hash_algo)

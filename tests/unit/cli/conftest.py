@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,27 @@ from click.testing import CliRunner, Result
 
 from lab.memory_store import MemoryStore
 from s3kv.cli.app import cli
+from s3kv.objects.keys import Namespace
 from s3kv.place import Place
+from s3kv.types import ChunkKey
 from tests import servers
 
 Run = Callable[..., Result]
+SHARD = "h0-7of8-l0-31of32"
+
+
+def block_hash(number: int) -> bytes:
+    return hashlib.sha256(bytes([number])).digest()
+
+
+def chunk(place: Namespace, number: int) -> str:
+    """The key of a chunk."""
+    return place.chunk(ChunkKey(0, block_hash(number)), SHARD)
+
+
+def left(boto: Any, bucket: str = servers.BUCKET) -> set[str]:
+    """The keys that are in the bucket."""
+    return {one["Key"] for one in boto.list_objects_v2(Bucket=bucket).get("Contents", ())}
 
 
 def refused(result: Result, *said: str, code: int = 2) -> None:

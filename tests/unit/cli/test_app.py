@@ -49,14 +49,24 @@ def test_every_option_says_what_it_does(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS - WITHOUT_BUCKET - {"config"}))
-def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "bucket is missing"),
+        (["--bucket", "bkt", "--set", "request_timeout_ms=0"], "request_timeout_ms is 0"),
+    ],
+    ids=["missing", "wrong"],
+)
+@pytest.mark.parametrize("name", sorted(COMMANDS - WITHOUT_BUCKET))
+def test_a_setting_that_is_missing_or_wrong_is_wrong_use(
+    name: str, settings: list[str], said: str
+) -> None:
     needed = {
         "prove": ["model"],
         "serve": ["model"],
         "gc": ["--max-bytes", "1GiB"],
     }
-    refused(CliRunner().invoke(cli, [name, *needed.get(name, [])]), "bucket is missing")
+    refused(CliRunner().invoke(cli, [name, *needed.get(name, []), *settings]), said)
 
 
 WITHOUT = """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
+import os
 import threading
-from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +117,19 @@ def test_several_servers_are_summed(metrics: str) -> None:
     assert (found["counted"]["puts"], found["counted"]["gets"]) == (800_000, 2_000_000)
 
 
-@pytest.fixture
-def metrics_url() -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(METRICS.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/metrics"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_running_server(metrics_url: str) -> None:
-    assert document("--metrics", metrics_url, "--over", MONTH)["counted"]["puts"] == 400_000
+def test_a_running_server(metrics: str) -> None:
+    folder, name = os.path.split(metrics)
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/{name}"
+        try:
+            counted = document("--metrics", url, "--over", MONTH)["counted"]
+        finally:
+            server.shutdown()
+            thread.join()
+    assert counted["puts"] == 400_000
 
 
 def test_nobody_there() -> None:

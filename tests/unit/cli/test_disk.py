@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,8 +16,7 @@ from s3kv.cli.invocation import now_s
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.disk import Directory, File
-from s3kv.types import ChunkKey
-from tests.unit.cli.conftest import refused
+from tests.unit.cli.conftest import chunk, refused
 from tests.unit.stores.suite import Recorder
 
 OLD, NEW = (Namespace("s3kv", digit * 32) for digit in "ab")
@@ -26,14 +24,9 @@ DAY_S = 86_400
 OnDisk = Callable[..., Result]
 
 
-def key_of(place: Namespace, number: int) -> str:
-    hashed = hashlib.sha256(bytes([number])).digest()
-    return place.chunk(ChunkKey(0, hashed), "h0-7of8-l0-31of32")
-
-
 def fill(directory: Directory, place: Namespace, count: int, age_s: float = 0) -> None:
     for number in range(count):
-        key = key_of(place, number)
+        key = chunk(place, number)
         assert directory.write(key, Place.of(b"x" * 1000), lambda: False) == "written"
         os.utime(directory.file_of(key), (0, now_s() - age_s))
 
@@ -68,7 +61,7 @@ async def test_an_object_of_a_file_lands_where_its_receiver_says(
 ) -> None:
     place = Place.of(bytearray(1500))
     receiver = Recorder(place.cut(500, 1500) if is_granted else None)
-    info = await DiskInventory(directory, "s3kv").get_into(key_of(NEW, 0), place, receiver)
+    info = await DiskInventory(directory, "s3kv").get_into(chunk(NEW, 0), place, receiver)
     assert info is not None
     assert (info.nbytes, receiver.begun) == (1000, [1000])
     assert bytes(place) == bytes(500) + (b"x" if is_granted else bytes(1)) * 1000

@@ -18,9 +18,8 @@ from s3kv.cli.__main__ import main
 from s3kv.cli.app import cli
 from s3kv.cli.invocation import parse, read_settings
 from s3kv.errors import ConfigError
+from tests.project import ROOT
 from tests.unit.cli.conftest import refused
-
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
 @pytest.mark.parametrize("nest", [None, "kv_connector_extra_config", "ec_connector_extra_config"])

@@ -222,7 +222,6 @@ def test_encoder_outputs_of_multi_modal_models(
 @pytest.mark.parametrize(
     ("version", "arguments", "said"),
     [
-        (GPU, ["m"], "bucket is missing"),
         (GPU, ["m", *SET, "--kv-transfer-config", "{}"], "--kv-transfer-config is set"),
         (GPU, ["m", *SET, "--kv_transfer_config.kv_role=kv_both"], "--kv-transfer-config is set"),
         (GPU, ["m", *SET, "--kv-offloading-size", "8"], "--kv-offloading-size is set"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from typing import Any
@@ -22,20 +21,15 @@ from s3kv.place import Place
 from s3kv.stores.store import Receiver
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers
-from tests.unit.cli.conftest import Run
+from tests.unit.cli.conftest import SHARD, Run, block_hash, chunk, left
 
-SHARD = "h0-7of8-l0-31of32"
 SECRET = "0123456789abcdef-secret"
 FINGERPRINT = {"integrity": {"mode": "xxh3"}}
 PLACE = Namespace("s3kv", fingerprint_digest(FINGERPRINT))
 
 
-def block_hash(number: int) -> bytes:
-    return hashlib.sha256(bytes([number])).digest()
-
-
 def key(number: int, place: Namespace = PLACE) -> str:
-    return place.chunk(ChunkKey(0, block_hash(number)), SHARD)
+    return chunk(place, number)
 
 
 def sealed(number: int, place: Namespace = PLACE, integrity: Integrity | None = None) -> bytes:
@@ -76,10 +70,6 @@ def fill(boto: Any, bad: dict[int, bytes]) -> None:
     put(boto, f"{PLACE.root}somebody-elses", b"not ours")
 
 
-def held(boto: Any) -> set[str]:
-    return {item["Key"] for item in boto.list_objects_v2(Bucket=servers.BUCKET)["Contents"]}
-
-
 def test_sound_objects(run: Run, boto: Any) -> None:
     fill(boto, {})
     result = run("verify", "--json")
@@ -93,7 +83,7 @@ def test_sound_objects(run: Run, boto: Any) -> None:
 def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -> None:
     bad = {3: flipped(sealed(3)), 7: b"", 11: sealed(12), 13: sealed(13)[:-1]}
     fill(boto, bad)
-    before = held(boto)
+    before = left(boto)
     result = run("verify", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
@@ -103,11 +93,11 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
         key(11): "block_hash",
         key(13): "length",
     }
-    assert held(boto) == before
+    assert left(boto) == before
     text = run("verify", "--delete")
     assert text.exit_code == 1
     assert f"digest      {key(3)}  (deleted)" in text.stdout
-    assert before - held(boto) == {key(number) for number in bad}
+    assert before - left(boto) == {key(number) for number in bad}
     assert run("verify").exit_code == 0
 
 
@@ -126,14 +116,14 @@ def test_without_blosc2_compressed_objects_are_not_called_damaged(
     run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(boto, {1: compressed(1), 2: compressed(2), 3: compressed(4)})
-    before = held(boto)
+    before = left(boto)
     monkeypatch.setattr(compression, "codec", lambda: None)
     result = run("verify", "--json", "--delete")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert (found["checked"], found["undecoded"]) == (18, 2)
     assert {d["key"]: d["refusal"] for d in found["damaged"]} == {key(3): "block_hash"}
-    assert before - held(boto) == {key(3)}
+    assert before - left(boto) == {key(3)}
     text = run("verify").stdout
     assert "2 compressed objects cannot be judged without blosc2" in text
     assert "→ pip install 'vllm-s3kv[compression]'" in text
@@ -145,12 +135,12 @@ def test_encrypted_objects_are_counted_and_left_alone(run: Run, boto: Any) -> No
     for number in range(30, 35):
         address = ChunkAddress(PLACE, ChunkKey(0, block_hash(number)), SHARD)
         put(boto, master.form_of(address).key, b"whatever it is")
-    before = held(boto)
+    before = left(boto)
     result = run("verify", "--json", "--delete")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert (found["checked"], found["encrypted"], found["unjudged"]) == (20, 5, {})
-    assert {d["key"] for d in found["damaged"]} == before - held(boto) == {key(3)}
+    assert {d["key"] for d in found["damaged"]} == before - left(boto) == {key(3)}
     text = run("verify")
     assert text.exit_code == 0, text.output
     assert "5 encrypted objects not read: it takes a prompt to open it" in text.stdout
@@ -243,7 +233,7 @@ def test_a_namespace_of_another_secret_is_not_called_damaged(
     theirs = Namespace("s3kv", fingerprint_digest(fingerprint))
     put(boto, theirs.manifest, canonical_json(fingerprint))
     put(boto, key(1, theirs), sealed(1, theirs, keyed))
-    before = held(boto)
+    before = left(boto)
 
     with_secret = ("verify", "--json", "--set", "integrity=blake3-keyed", *delete)
     assert json.loads(run(*with_secret).stdout)["checked"] == 1
@@ -254,7 +244,7 @@ def test_a_namespace_of_another_secret_is_not_called_damaged(
         found = json.loads(result.stdout)
         assert (found["checked"], found["unjudged"]) == (0, {theirs.digest: 1})
     assert "cannot be judged" in run("verify").stdout
-    assert held(boto) == before
+    assert left(boto) == before
 
 
 @pytest.mark.parametrize("mode", ["none", "blake3-keyed"])
@@ -263,10 +253,10 @@ def test_without_a_manifest_another_mode_is_not_called_damaged(
 ) -> None:
     monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET)
     put(boto, key(1), sealed(1, PLACE, Integrity.of(Config(bucket="bkt", integrity=mode))))
-    before = held(boto)
+    before = left(boto)
     result = run("verify", "--delete", "--json")
     assert json.loads(result.stdout)["unjudged"] == {PLACE.digest: 1}
-    assert held(boto) == before
+    assert left(boto) == before
 
 
 class Misreading(MemoryStore):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from s3kv.config import Config
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.errors import IoProcessError, StoreError, StoreMissing
+from s3kv.io.client import IoClient
 
 
 class Side(Guarded):
@@ -43,16 +44,6 @@ def test_one_failed_hook_ends_all_of_its_side(caplog: pytest.LogCaptureFixture) 
     assert bystander.hook(1) == [1]
 
 
-class Client:
-    """An I/O process that cannot use the bucket, or has died."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def wait_ready(self, timeout_s: float) -> Any:
-        raise self.error
-
-
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -63,7 +54,8 @@ class Client:
 def test_an_error_at_start_names_the_bucket(
     error: Exception, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client: Any = Client(error)
+    client = Mock(spec=IoClient)
+    client.wait_ready.side_effect = error  # it cannot use the bucket, or has died
     with pytest.raises(type(error), match=f"bucket 'kv-cache' cannot be used: {error}") as raised:
         wait_for_bucket(client, Config(bucket="kv-cache"))
     assert says in str(raised.value)

@@ -10,13 +10,12 @@ from s3kv.prove.arms import (
     ARMS,
     USUAL,
     ArmFailed,
-    Measured,
     RunInputs,
     run_arms,
     settings_of,
     with_settings,
 )
-from s3kv.prove.judge import judge
+from s3kv.prove.judge import ArmFacts, judge
 
 pytestmark = pytest.mark.usefixtures("stub")
 
@@ -33,14 +32,13 @@ def plan(folder: Path, *argv: str) -> RunInputs:
     return RunInputs(argv, connector, 2, folder, longest_tokens=1_100, prompts=2, seed=0)
 
 
-def measure(folder: Path, *argv: str, names: tuple[str, ...] = USUAL) -> dict[str, Measured]:
+def measure(folder: Path, *argv: str, names: tuple[str, ...] = USUAL) -> dict[str, ArmFacts]:
     return dict(run_arms(names, plan(folder, *argv), lambda arm, done, total: None))
 
 
 def test_arms_that_do_as_they_should_are_proven(tmp_path: Path) -> None:
-    measured = measure(tmp_path, names=tuple(ARMS))
-    assert list(measured) == list(ARMS)
-    facts = {name: one.facts for name, one in measured.items()}
+    facts = measure(tmp_path, names=tuple(ARMS))
+    assert list(facts) == list(ARMS)
     judgement = judge(facts, longest_wait_s=10.0)
     assert judgement.proven, judgement.findings
     assert [name for name, one in facts.items() if one.connector_tokens] == [
@@ -52,8 +50,7 @@ def test_arms_that_do_as_they_should_are_proven(tmp_path: Path) -> None:
 
 
 def test_wrong_kv_is_found_in_every_arm_that_loads(tmp_path: Path) -> None:
-    measured = measure(tmp_path, "wrong")
-    judgement = judge({name: one.facts for name, one in measured.items()}, longest_wait_s=10.0)
+    judgement = judge(measure(tmp_path, "wrong"), longest_wait_s=10.0)
     assert {one.arm for one in judgement.findings if one.wrong} == {"host", "restart"}
 
 
@@ -62,7 +59,7 @@ def test_wrong_kv_is_found_in_every_arm_that_loads(tmp_path: Path) -> None:
     [("dies", "cold", "out of memory"), ("busy", "host", "its blocks stay in use")],
 )
 def test_an_arm_that_fails_later_is_a_fact(tmp_path: Path, argv: str, arm: str, text: str) -> None:
-    assert text in measure(tmp_path, argv)[arm].facts.error
+    assert text in measure(tmp_path, argv)[arm].error
 
 
 def test_an_engine_that_does_not_start_ends_the_run(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from s3kv.metrics import NAMESPACE
-from s3kv.prove.arms import Measured
 from s3kv.prove.judge import ArmAnswer, ArmFacts, judge
 from s3kv.prove.report import document, margins_text
 
@@ -21,10 +21,9 @@ def report_of(restart: ArmFacts) -> dict[str, Any]:
     def arm(ttft_s: float, engine_tokens: int = 0) -> ArmFacts:
         return ArmFacts([ArmAnswer((1,), ({1: -0.1},), True, ttft_s)] * 20, 1_000, engine_tokens)
 
+    restart = replace(restart, counters=COUNTERS)
     facts = {"off": arm(2.0), "engine": arm(0.1, 900), "restart": restart}
-    measured = {name: Measured(one, COUNTERS, 1.5) for name, one in facts.items()}
-    judgement = judge(facts, 10.0)
-    return document(measured, judgement, model="m<b>", seed=3, skipped=["tp did not run"])
+    return document(facts, judge(facts, 10.0), model="m<b>", seed=3, skipped=["tp did not run"])
 
 
 def proven() -> dict[str, Any]:

@@ -28,8 +28,3 @@ def findings(result: Result) -> dict[str, dict[str, Any]]:
 def statuses(result: Result) -> dict[str, str]:
     """Of the checks of the bucket."""
     return {check: f["status"] for check, f in findings(result).items() if check in CHECKS}
-
-
-def left(boto: Any, bucket: str) -> list[str]:
-    """The keys that are in the bucket."""
-    return [item["Key"] for item in boto.list_objects_v2(Bucket=bucket).get("Contents", [])]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.unit.cli.conftest import Run, refused
+from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor.conftest import SMALL, findings
 
 pytestmark = pytest.mark.usefixtures("no_torch")
@@ -39,7 +39,3 @@ def test_options_reach_the_checks_of_the_host(run: Run, monkeypatch: pytest.Monk
     assert "3 workers" in found["shm"]["detail"]
     assert found["hash seed"]["status"] == "fault"
     assert found["put"]["detail"] == "not checked with --read-only"
-
-
-def test_settings_that_are_wrong_are_wrong_use(run: Run) -> None:
-    refused(run("doctor", "--set", "host_bytes=none"), "host_bytes is 'none'")
