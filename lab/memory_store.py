@@ -50,26 +50,17 @@ class MemoryStore:
         self._objects[key] = (data, self._clock())
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         await self.begin("get_into", key)
         found = self._objects.get(key)
         if found is None:
             return None
         data, info = found[0], self._told(key)
-        _deliver(data, info, place, receiver)
-        return info
-
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        await self.begin("get_range", key)
-        found = self._objects.get(key)
-        if found is None:
-            return None
-        data, info = found[0][first : first + place.nbytes], self._told(key)
-        if first >= info.nbytes:
-            raise StoreUnranged(f"{key} has {info.nbytes} bytes")
+        if first is not None:
+            data = data[first : first + place.nbytes]
+            if first >= info.nbytes:
+                raise StoreUnranged(f"{key} has {info.nbytes} bytes")
         _deliver(data, info, place, receiver)
         return info
 

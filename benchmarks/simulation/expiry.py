@@ -69,10 +69,10 @@ class CountedStore(MemoryStore):
         await asyncio.sleep(_REQUEST_S)
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         await self._take("gets")
-        return await super().get_into(key, place, receiver)
+        return await super().get_into(key, place, receiver, first)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         await self._take("lease_puts")

@@ -15,7 +15,7 @@ It guarantees, whatever happens to the process:
    pause that doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next
    `poll`.
 4. An invalid job ends as INVALID. So does every job like one that has crashed the process three
-   times (`io.poison_jobs`).
+   times (`io.outstanding`).
 
 `io.process_life` decides when a process is given up, killed and replaced; `io.child` is the
 transport to it.
@@ -178,15 +178,11 @@ class IoClient:
         if self._jobs.add(job, why_down):
             self._post(job)
 
-    def cancel(self, job_id: int) -> None:
-        """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""
+    def cancel(self, job_id: int, *, if_waiting: bool = False) -> None:
+        """Ask for a job to end soon; `if_waiting`: only if it has not begun. It ends as CANCELLED,
+        or as it would have otherwise."""
         if self._jobs.has(job_id):
-            self._post(wire.Cancel(job_id))
-
-    def withdraw(self, job_id: int) -> None:
-        """Cancel a job if it has not begun; otherwise do nothing."""
-        if self._jobs.has(job_id):
-            self._post(wire.Withdraw(job_id))
+            self._post(wire.Cancel(job_id, if_waiting))
 
     def flush(self) -> None:
         """Send as much of the queue as the socket takes."""

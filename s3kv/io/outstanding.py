@@ -4,20 +4,27 @@
        │                  └──process died──▶ ended, FAILED
        └──poison, or no process──▶ ended, INVALID or FAILED
 
-A poison job crashes the I/O process (`io.poison_jobs`). Pure, except for `JobEndLog`: the client
-moves the messages.
+A poison job crashes the I/O process. It was in the process at `_CRASHES` crashes, and has never
+ended in between. It is known by the object that it moves, so a job that was beside the culprit each
+time is given up with it: a miss, or an upload less. A SIGKILL from outside is no crash, nor is the
+end of a process that could not serve.
+
+Pure, except for `JobEndLog`: the client moves the messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from s3kv.io.failure_log import JobEndLog
-from s3kv.io.poison_jobs import PoisonJobs
 from s3kv.io.wire import WireError
 from s3kv.messages import BucketJob, JobEnd, JobKind
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, ItemShape, Outcome
 
+Moved = tuple[JobKind, ChunkKey, ItemShape | None]
+_CRASHES = 3
+_MOST_COUNTED = 4096
+"""The oldest are forgotten; each of these costs at most three more crashes."""
 _IS_POISON = "this job crashes the I/O process, so it is not sent any more"
 
 
@@ -102,3 +109,29 @@ class OutstandingJobs:
 
     def _end(self, job: BucketJob, outcome: Outcome, detail: str) -> None:
         self._ended.append(JobEnd(job.job_id, job.kind, outcome, detail=detail))
+
+
+class PoisonJobs:
+    """The crashes that the jobs of one client were in, for as long as the client lives."""
+
+    def __init__(self) -> None:
+        self._crashes: dict[Moved, int] = {}
+
+    def is_poison(self, job: BucketJob) -> bool:
+        return bool(self._crashes) and self._crashes.get(_moved(job), 0) >= _CRASHES
+
+    def ended(self, job: BucketJob) -> None:
+        """Note that the process survived this job, however the job ended."""
+        if self._crashes:
+            self._crashes.pop(_moved(job), None)
+
+    def crashed(self, jobs: Collection[BucketJob]) -> None:
+        """Note that the process ended by itself, or broke the protocol, with these jobs in it."""
+        for job in jobs:
+            self._crashes[_moved(job)] = self._crashes.pop(_moved(job), 0) + 1
+        while len(self._crashes) > _MOST_COUNTED:
+            del self._crashes[next(iter(self._crashes))]
+
+
+def _moved(job: BucketJob) -> Moved:
+    return job.kind, job.key, job.item

@@ -90,15 +90,11 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Request to end a job soon, because it has no waiter left. It still ends with a `JobEnd`."""
+    """Request to end a job soon, because it has no waiter left. It still ends with a `JobEnd`.
+    if_waiting: only if it has not begun; otherwise nothing changes."""
 
     job_id: int
-
-
-class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Request to cancel a job only if it has not begun; otherwise nothing changes."""
-
-    job_id: int
+    if_waiting: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -160,7 +156,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     counters: dict[str, int]
 
 
-Down = Handshake | BucketJob | Cancel | Withdraw | Drain | Ping
+Down = Handshake | BucketJob | Cancel | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -136,11 +136,11 @@ class ObjectStore(Inventory, Protocol):
         """Counters of all requests so far, of every method."""
         ...
 
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
+    async def get_into(
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
-        """Read the bytes of the object from number `first` on that fill `place`, as `get_into`
-        does. If the object ends within that range, only the bytes up to its end are written.
+        """Read as `Inventory` does; with `first`, the bytes from this number on that fill `place`.
+        If the object ends within that range, only the bytes up to its end are written.
 
         Returns the metadata of the whole object: the caller compares its length. Ranges belong
         together if their ETags are equal. Raises `StoreUnranged`, with the content of the memory

@@ -92,7 +92,7 @@ class RankWorker:
         for job_id in plan.cancels:
             self._client.cancel(job_id)
         for job_id in plan.withdrawals:
-            self._client.withdraw(job_id)
+            self._client.cancel(job_id, if_waiting=True)
         self._client.flush()
 
     def load(self, jobs: Iterable[LoadJob], *, from_now: bool = False) -> None:

@@ -142,9 +142,7 @@ class Service:
             case BucketJob():
                 self._accept(message)
             case wire.Cancel():
-                self._cancel(message.job_id)
-            case wire.Withdraw():
-                self._withdraw(message.job_id)
+                self._cancel(message.job_id, if_waiting=message.if_waiting)
             case wire.Ping():
                 self._send(self._statistics())
             case wire.Drain():
@@ -225,17 +223,11 @@ class Service:
         end.detail = wire.truncated(end.detail)
         self._send(end)
 
-    def _withdraw(self, job_id: int) -> bool:
-        """End a job that has not begun. Returns False if no waiting job has this id."""
+    def _cancel(self, job_id: int, *, if_waiting: bool = False) -> None:
         job = self._queue.withdraw(job_id)
-        if job is None:
-            return False
-        self._send_end(job.end(Outcome.CANCELLED, "cancelled before it began"))
-        return True
-
-    def _cancel(self, job_id: int) -> None:
-        begun = not self._withdraw(job_id) and job_id in self._tasks
-        if begun and job_id not in self._cancelled:
+        if job is not None:
+            self._send_end(job.end(Outcome.CANCELLED, "cancelled before it began"))
+        elif job_id in self._tasks and job_id not in self._cancelled and not if_waiting:
             # Only once: a second cancellation would interrupt the cleanup after the first.
             self._cancelled.add(job_id)
             self._tasks[job_id].cancel()

@@ -18,9 +18,8 @@ from functools import partial
 from typing import TypeVar
 
 from s3kv.config import Config
-from s3kv.io.sources.arrival import Arrival
 from s3kv.io.sources.compressing import Compressor
-from s3kv.io.sources.hedging import Claim, now_s
+from s3kv.io.sources.hedging import Arrival, Claim, now_s
 from s3kv.io.sources.pacing import HEDGE_PERCENT, Pacing
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.ranges import RANGE_BYTES, RangedReads, Reading
@@ -70,7 +69,6 @@ class BucketSource:
         self.drain_until_s = -math.inf
         self.pacing = Pacing(config.max_inflight_requests, HEDGE_PERCENT)
         self._store = store
-        self._max_attempts = MAX_ATTEMPTS
         self._refresher = refresher
         self._compressor, self._decoder = compressor, compressor.decoder
         receive = partial(Reception, self._decoder)
@@ -118,12 +116,12 @@ class BucketSource:
     async def _part(
         self, job: TransferJob, bounds: range, reception: Reception
     ) -> ObjectInfo | None:
-        """Read a range of the object of a job, as `ObjectStore.get_range` does."""
+        """Read a range of the object of a job, as `ObjectStore.get_into` does."""
 
         def get(claim: Claim) -> Awaitable[ObjectInfo | None]:
             place = job.place.cut(bounds.start, bounds.stop)
             receiver = Arrival(claim, lambda nbytes: reception.land(nbytes, bounds))
-            return self._store.get_range(job.key, bounds.start, place, receiver)
+            return self._store.get_into(job.key, place, receiver, bounds.start)
 
         return await self._read(get, job)
 
@@ -147,7 +145,7 @@ class BucketSource:
 
     async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Await the request `call()`, and repeat it after `StoreUnavailable`: at most
-        `max_attempts` attempts, of which only the first may begin after `until_s` on the loop's
+        `MAX_ATTEMPTS` attempts, of which only the first may begin after `until_s` on the loop's
         clock.
 
         The pauses between attempts are 50, 100, 200 … ms, at most 1 s, less a random part of up to
@@ -157,7 +155,7 @@ class BucketSource:
         return await self._retried(partial(self.pacing.send, call), until_s=until_s)
 
     async def _retried(self, call: Callable[[], Awaitable[T]], *, until_s: float) -> T:
-        lengths_s = (_BACKOFF_FIRST_S * 2**number for number in range(self._max_attempts - 1))
+        lengths_s = (_BACKOFF_FIRST_S * 2**number for number in range(MAX_ATTEMPTS - 1))
         pauses_s = (min(_BACKOFF_MAX_S, s) * self._rng.uniform(0.5, 1.0) for s in lengths_s)
 
         def may_pause(pause_s: float) -> bool:

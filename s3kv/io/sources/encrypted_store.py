@@ -55,31 +55,18 @@ class EncryptedStore:
         return forms[0].key if forms else key
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         forms = self._forms(key)
         if not forms:
-            return await self._store.get_into(key, place, receiver)
-        async with self._read.lease([encrypted_bytes(place.nbytes)]) as (buffer,):
-            for form in forms:
-                decryption = Decryption(form, None, place, buffer, receiver)
-                info = await self._store.get_into(form.key, Place.of(buffer), decryption)
-                if info is not None:
-                    return decryption.end(info)
-        return None
-
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        forms, bounds = self._forms(key), range(first, first + place.nbytes)
-        if not forms:
-            return await self._store.get_range(key, first, place, receiver)
-        stored = encrypted_range(bounds)
+            return await self._store.get_into(key, place, receiver, first)
+        bounds = None if first is None else range(first, first + place.nbytes)
+        stored = encrypted_range(bounds or range(place.nbytes))
+        begin = None if first is None else stored.start
         async with self._read.lease([len(stored)]) as (buffer,):
             for form in forms:
                 decryption = Decryption(form, bounds, place, buffer, receiver)
-                memory = Place.of(buffer)
-                info = await self._store.get_range(form.key, stored.start, memory, decryption)
+                info = await self._store.get_into(form.key, Place.of(buffer), decryption, begin)
                 if info is not None:
                     return decryption.end(info)
         return None

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+from s3kv.place import Place
 from s3kv.stores.lanes import ended
 
 T = TypeVar("T")
@@ -15,6 +16,27 @@ Claim = Callable[[], bool]
 """Claim of a read to its place, called once when the object is about to arrive, before the first
 byte is written, in the thread that receives it; does not wait. False: another read has the place,
 so this one must not write, and its result or error is meaningless."""
+
+
+class Arrival:
+    """A `Receiver` that lands if its claim is granted.
+
+    land: the memory for the requested bytes, given the length of the whole object. arrived: called
+    as `Receiver.arrived`. Both are called in the thread that receives, and only after the claim has
+    been granted.
+    """
+
+    def __init__(
+        self,
+        claim: Claim,
+        land: Callable[[int], Place | None],
+        arrived: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._claim, self._land, self.arrived = claim, land, arrived
+
+    def begin(self, nbytes: int) -> Place | None:
+        return self._land(nbytes) if self._claim() else None
+
 
 _SAMPLES = 256
 _FEWEST_SAMPLES = 32

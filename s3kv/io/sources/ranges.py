@@ -42,7 +42,7 @@ class RangedReads:
 
     range_bytes: shortest range; 0 for none. receive: begins the reception of the object of a job.
     whole: reads and verifies the object of a job by one GET. part: reads a range of it into the
-    memory that the reception gives, as `ObjectStore.get_range` does. Both make all attempts.
+    memory that the reception gives, as `ObjectStore.get_into` does. Both make all attempts.
     """
 
     def __init__(

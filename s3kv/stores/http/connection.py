@@ -28,11 +28,7 @@ _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 """Option number; None except on Linux."""
 
 
-class Lost(Exception):
-    """End of the connection before the end of the answer."""
-
-
-class Stale(Lost):
+class Stale(BadAnswer):
     """End of a connection that had been idle, before any byte of this answer: the peer had closed
     it."""
 
@@ -90,7 +86,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         begun = self._exchange is not None and self._exchange.begun
-        kind = Stale if self._rested and not begun else Lost
+        kind = Stale if self._rested and not begun else BadAnswer
         self._fail(kind(str(exc or "the peer closed the connection")))
         if not self.closed.done():
             self.closed.set_result(None)
@@ -115,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
     async def run(self, request: Request, head: bytes) -> Response:
         """Send the request and return its answer. The connection is idle or ended afterwards.
 
-        Raises `Lost`, `Stalled` or `BadAnswer`. However it ends, nothing writes to the request's
+        Raises `Stalled` or `BadAnswer`. However it ends, nothing writes to the request's
         `into` or reads its `body` afterwards.
         """
         if not self.is_open:

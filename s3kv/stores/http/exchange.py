@@ -26,7 +26,7 @@ OBJECT = (200, 206)
 
 
 class BadAnswer(Exception):
-    """Violation of HTTP by the peer, or an answer that ended before its announced length."""
+    """Violation of HTTP by the peer, or an answer that ended too early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Request:
     """A request as it is sent, and the memory for its answer.
 
     target: already escaped. headers: lack only Content-Length, which follows from `body`. into,
-    receiver: `place` and `receiver` of `ObjectStore.get_into`, or with a header `Range` of
-    `get_range`, for the body of an answer with the status `wanted`.
+    receiver: `place` and `receiver` of `ObjectStore.get_into`, for the body of an answer with the
+    status `wanted`.
     """
 
     method: str

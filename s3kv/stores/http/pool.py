@@ -25,7 +25,7 @@ from contextlib import suppress
 import h11
 
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.stores.http.connection import Connection, Lost, Stale
+from s3kv.stores.http.connection import Connection, Stale
 from s3kv.stores.http.exchange import BadAnswer, Request, Response
 from s3kv.stores.http.watch import Patience, Stalled
 
@@ -132,7 +132,7 @@ class Pool:
             response = await connection.run(request, head)
         except Stale:
             raise
-        except (Lost, BadAnswer) as error:
+        except BadAnswer as error:
             raise StoreUnavailable(f"{request.method} to {self.origin} failed: {error}") from error
         except Stalled as error:
             self._leave(connection.address)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import botocore.exceptions
 import botocore.session
@@ -32,7 +33,7 @@ _AWS_BUCKET = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Address:
     """Destination of requests for one bucket.
 
@@ -50,14 +51,23 @@ class Address:
     proxy_url: str
     ca_bundle: str | None
 
-    @property
+    @cached_property
+    def parts(self) -> SplitResult:
+        return urlsplit(self.url)
+
+    @cached_property
+    def authority(self) -> str:
+        """The header `Host` of requests."""
+        return authority_of(self.url)
+
+    @cached_property
     def origin(self) -> str:
         """The URL without its path."""
-        return f"{urlsplit(self.url).scheme}://{authority_of(self.url)}"
+        return f"{self.parts.scheme}://{self.authority}"
 
     @property
     def host(self) -> str:
-        return (urlsplit(self.url).hostname or "").rstrip(".")
+        return (self.parts.hostname or "").rstrip(".")
 
     @property
     def proxy(self) -> str:

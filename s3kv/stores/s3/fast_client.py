@@ -11,10 +11,10 @@ import base64
 import hashlib
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from botocore.auth import UNSIGNED_PAYLOAD, S3ExpressAuth, S3SigV4Auth
 from botocore.awsrequest import AWSRequest
@@ -27,7 +27,7 @@ from s3kv.stores.http.exchange import EMPTY, OBJECT, Request, Response
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.threads import ThreadedPool
 from s3kv.stores.http.watch import Patience
-from s3kv.stores.s3.address import Address, authority_of, find_address
+from s3kv.stores.s3.address import Address, find_address
 from s3kv.stores.s3.answers import (
     VERBS,
     Call,
@@ -70,72 +70,31 @@ class _SessionSigner(_Signer, S3ExpressAuth):
         S3SigV4Auth.__init__(self, keys, service, region)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A bucket's address and credentials; signs requests for it.
-
-    host: name or address to connect to. authority: the header `Host`. path: prefix of a key in the
-    request target; ends with a slash. region, service: those that requests are signed for.
-    """
-
-    tls: bool
-    host: str
-    port: int
-    authority: str
-    path: str
-    region: str
-    service: str
-    signer: type[_Signer]
-    credentials: Credentials
-
-    @property
-    def url(self) -> str:
-        return f"http{'s' if self.tls else ''}://{self.authority}"
-
-    def sign(
-        self,
-        frozen: Any,
-        method: str,
-        key: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Request:
-        """A request without a body, signed with `frozen`, keys of `credentials`. The signature does
-        not depend on the body."""
-        # Amazon's own escaping: everything but unreserved characters, and '/' in paths.
-        target = self.path + quote(key, safe="/-_.~")
-        if query:
-            pairs = sorted((quote(k, safe="-_.~"), quote(v, safe="-_.~")) for k, v in query.items())
-            target += "?" + "&".join(f"{k}={v}" for k, v in pairs)
-        unsigned = AWSRequest(
-            method, self.url + target, headers={"Host": self.authority, **(headers or {})}
-        )
-        self.signer(frozen, self.service, self.region).add_auth(unsigned)
-        return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT})
+def sign(
+    address: Address,
+    frozen: Any,
+    method: str,
+    key: str,
+    *,
+    query: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Request:
+    """A request without a body to a bucket, signed with the keys `frozen`. The signature does not
+    depend on the body."""
+    # Amazon's own escaping: everything but unreserved characters, and '/' in paths.
+    target = address.parts.path + quote(key, safe="/-_.~")
+    if query:
+        pairs = sorted((quote(k, safe="-_.~"), quote(v, safe="-_.~")) for k, v in query.items())
+        target += "?" + "&".join(f"{k}={v}" for k, v in pairs)
+    unsigned = AWSRequest(
+        method, address.origin + target, headers={"Host": address.authority, **(headers or {})}
+    )
+    signer = _SessionSigner if address.scheme == SESSION_SCHEME else _Signer
+    signer(frozen, address.service, address.region).add_auth(unsigned)
+    return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT})
 
 
 _AGENT = f"s3kv/{s3kv.__version__}"
-
-
-def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLContext | None]:
-    """The fast client's endpoint for this address, and its TLS context (None: plain HTTP). Sends
-    nothing."""
-    parts = urlsplit(address.url)
-    tls = parts.scheme == "https"
-    sessions = address.scheme == SESSION_SCHEME
-    endpoint = Endpoint(
-        tls=tls,
-        host=parts.hostname or "",
-        port=parts.port or (443 if tls else 80),
-        authority=authority_of(address.url),
-        path=parts.path,
-        region=address.region,
-        service=address.service,
-        signer=_SessionSigner if sessions else _Signer,
-        credentials=session_credentials(config) if sessions else users_credentials(),
-    )
-    return endpoint, _tls_context(config.verify_tls, address.ca_bundle) if tls else None
 
 
 def _tls_context(verify: bool, ca_bundle: str | None) -> ssl.SSLContext:
@@ -175,7 +134,7 @@ class FastClient:
         self._address = address
         self._ready, self._threads = ready, threads
         self._opening = asyncio.Lock()
-        self._opened: tuple[Endpoint, Pool | ThreadedPool] | None = None
+        self._opened: tuple[Address, Credentials, Pool | ThreadedPool] | None = None
 
     async def get(
         self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
@@ -246,7 +205,7 @@ class FastClient:
     async def close(self) -> None:
         async with self._opening:
             if self._opened is not None:
-                await self._opened[1].close()
+                await self._opened[-1].close()
 
     async def _send(
         self,
@@ -260,8 +219,8 @@ class FastClient:
         into: Place | None = None,
         receiver: Receiver | None = None,
     ) -> tuple[Response, Call]:
-        endpoint, pool = self._opened or await self._open()
-        call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
+        address, credentials, pool = self._opened or await self._open()
+        call = Call(action, self._config.bucket, key, address.origin, address.region)
         if method == "PUT":
             headers = {**(headers or {}), **(self._config.put_headers or {})}
 
@@ -273,7 +232,7 @@ class FastClient:
             allowed = OBJECT  # the caller looks at which of the two it is
 
         async def attempt(frozen: Any) -> Response:
-            request = endpoint.sign(frozen, method, key or "", query=query, headers=headers)
+            request = sign(address, frozen, method, key or "", query=query, headers=headers)
             request = replace(request, body=body, into=into, receiver=receiver)
             status: int | None = None
             received_bytes = 0
@@ -289,30 +248,35 @@ class FastClient:
                 raise Refusal(said, response.status, call, region)
             return response
 
-        return await endpoint.credentials.used(attempt), call
+        return await credentials.used(attempt), call
 
-    async def _open(self) -> tuple[Endpoint, Pool | ThreadedPool]:
-        """Open endpoint and pool once, however many first requests there are."""
+    async def _open(self) -> tuple[Address, Credentials, Pool | ThreadedPool]:
+        """Open the pool once, however many first requests there are."""
         async with self._opening:
             if self._opened is None:
                 address = self._address or find_address(self._config)
-                endpoint, tls = make_endpoint(self._config, address)
-                self._opened = (endpoint, self._make_pool(endpoint, tls))
-                self.traffic.host, self.traffic.region = address.host, endpoint.region
+                sessions = address.scheme == SESSION_SCHEME
+                credentials = session_credentials(self._config) if sessions else users_credentials()
+                self._opened = (address, credentials, self._make_pool(address))
+                self.traffic.host, self.traffic.region = address.host, address.region
             return self._opened
 
-    def _make_pool(self, endpoint: Endpoint, tls: ssl.SSLContext | None) -> Pool | ThreadedPool:
+    def _make_pool(self, address: Address) -> Pool | ThreadedPool:
+        config, parts = self._config, address.parts
+        is_tls = parts.scheme == "https"
+        tls = _tls_context(config.verify_tls, address.ca_bundle) if is_tls else None
+
         def share(number: int) -> int:
             return -(-number // self._threads)
 
         pools = [
             Pool(
-                endpoint.host,
-                endpoint.port,
+                parts.hostname or "",
+                parts.port or (443 if is_tls else 80),
                 tls=tls,
-                size=share(self._config.pool_size),
-                patience=patience_of(self._config),
-                ready=share(self._ready) if tls else 0,
+                size=share(config.pool_size),
+                patience=patience_of(config),
+                ready=share(self._ready) if is_tls else 0,
             )
             for _ in range(self._threads)
         ]

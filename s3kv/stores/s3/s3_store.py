@@ -64,7 +64,7 @@ class S3Client(Protocol):
     async def get(
         self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo:
-        """Read as `ObjectStore.get_into` does; with `first` as `ObjectStore.get_range`."""
+        """Read as `ObjectStore.get_into` does."""
         ...
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
@@ -124,19 +124,14 @@ class S3Store:
         return f"S3Store({self._config.bucket!r} at {self._config.endpoint_url or 'AWS'})"
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        return self._seen(await _answer(self.client.get(key, place, receiver), _GONE))
-
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         try:
-            return await self.client.get(key, place, receiver, first)
+            return self._seen(await self.client.get(key, place, receiver, first))
         except Refusal as refusal:
             if refusal.no_such_key:
                 return None
-            if refusal.status == 416:  # the object ends before the range begins
+            if first is not None and refusal.status == 416:  # the object ends before the range
                 raise StoreUnranged(str(refusal)) from refusal
             raise refusal.error from refusal
 

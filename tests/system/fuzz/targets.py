@@ -252,10 +252,8 @@ def read_encrypted(candidate: bytes) -> None:
         view = memoryview(arena)[GUARD_BYTES : GUARD_BYTES + len(wanted)]
         place = Place.of(view, min(FORMATS[0].header_bytes, len(wanted)))
         try:
-            if bounds is None:
-                info = ended(store.get_into(KEY, place))
-            else:
-                info = ended(store.get_range(KEY, bounds.start, place))
+            first = None if bounds is None else bounds.start
+            info = ended(store.get_into(KEY, place, first=first))
         except StoreUnranged:
             continue
         if info is None:

@@ -47,12 +47,16 @@ def leaves_the_master_key_out_of_the_name(self: MasterKey, address: ChunkAddress
 
 @instead_of(EncryptedStore, "get_into")
 async def looks_under_the_first_key_alone(
-    self: EncryptedStore, key: str, place: Place, receiver: Receiver | None = None
+    self: EncryptedStore,
+    key: str,
+    place: Place,
+    receiver: Receiver | None = None,
+    first: int | None = None,
 ) -> ObjectInfo | None:
     forms = self._forms
     self._forms = lambda key: forms(key)[:1]  # type: ignore[assignment]
     try:
-        return await get_into(self, key, place, receiver)
+        return await get_into(self, key, place, receiver, first)
     finally:
         self._forms = forms
 

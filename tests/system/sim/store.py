@@ -221,28 +221,18 @@ class Connection:
         finally:
             self.busy[key] -= 1
 
-    async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        until_s = self.quarantined.get(self._name(key), -math.inf)
-        if asyncio.get_running_loop().time() < until_s:
-            self._bucket.accuse(f"{key} was bad, and is asked for before {until_s}")
-        return await self._get(key, place, receiver)
-
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        self._bucket.seen["ranges"] += 1
-        return await self._get(key, place, receiver, first)
-
     def _name(self, key: str) -> str:
         return self._bucket.names.object_of(key)
 
-    async def _get(
-        self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
+    async def get_into(
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
-        """first: of a range, which fills `place` up to the object's end; None: the whole object."""
         name = self._name(key)
+        until_s = self.quarantined.get(name, -math.inf)
+        if first is not None:
+            self._bucket.seen["ranges"] += 1
+        elif asyncio.get_running_loop().time() < until_s:
+            self._bucket.accuse(f"{key} was bad, and is asked for before {until_s}")
         with self._using(name):
             fate = await self._begin("get", name)
             scratch = bytearray(max(2**16, 2 * place.nbytes))

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from s3kv.config import Config
 from s3kv.io import wire
+from s3kv.io.sources.bucket import BucketSource
+from s3kv.io.sources.compressing import Compressor, CompressSetting
+from s3kv.io.sources.reception import Decoder
 from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.envelope import SEGMENT_BYTES, Envelope
+from s3kv.objects.item_format import ItemFormat
 from s3kv.place import Place
+from s3kv.stores.store import ObjectStore
 from s3kv.types import TensorSpec
+from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from tests.unit.io import rig
 
 TENSORS = (
@@ -31,6 +44,30 @@ def codec() -> compression.Codec:
     return found
 
 
+class Held:
+    """A codec that waits before it decodes, or encodes if it `encodes`. begun: it waits. error:
+    what it raises then. done: number of segments."""
+
+    def __init__(self, *, encodes: bool = False) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self.done = 0
+        self.encode: Any = codec().encode
+        self.decode: Any = codec().decode
+        if encodes:
+            self.encode = partial(self._wait, self.encode)
+        else:
+            self.decode = partial(self._wait, self.decode)
+
+    def _wait(self, work: Callable[..., Any], *segment: Any) -> Any:
+        self.begun.set()
+        assert self.gate.wait(60)
+        if self.error:
+            raise self.error
+        self.done += 1
+        return work(*segment)
+
+
 def payload(seed: int, nbytes: int = FORMAT.payload_bytes) -> bytes:
     """Bytes like KV in bf16: half random, and half of them small numbers of few kinds."""
     rng = random.Random(seed)
@@ -40,10 +77,10 @@ def payload(seed: int, nbytes: int = FORMAT.payload_bytes) -> bytes:
     return bytes(data)
 
 
-def apart(form: ChunkFormat) -> Place:
+def apart(form: ChunkFormat | ItemFormat) -> Place:
     """Memory for an object of this format, whose header and payload do not adjoin."""
-    header, both = bytearray(form.header_bytes), bytearray(form.payload_bytes)
-    return Place(memoryview(header), memoryview(both))
+    lengths = form.header_bytes, form.object_bytes - form.header_bytes
+    return Place(*(memoryview(bytearray(length)) for length in lengths))
 
 
 def plain(
@@ -75,3 +112,29 @@ def greeting(**settings: Any) -> wire.Handshake:
 
 def slot(worker: rig.Worker, index: int) -> memoryview:
     return worker.slab.view[index * SLOT_BYTES :][: FORMAT.object_bytes]
+
+
+@asynccontextmanager
+async def source_of(
+    store: ObjectStore,
+    config: Config,
+    mode: CompressSetting = "on",
+    *,
+    decodes: bool = True,
+    places: int | None = None,
+    pads: bool = False,
+) -> AsyncIterator[BucketSource]:
+    """The bucket of a store, with so many places to borrow (None: any number). Closes the store."""
+    rng = random.Random(1)
+    refresher = Refresher(store, RefreshRule(math.inf, rng), lambda: False)
+
+    def borrow(count: int) -> Any:
+        return nullcontext((max(0, count if places is None else places), lambda: None))
+
+    with ThreadPoolExecutor(2) as pool:
+        decoder = Decoder(time.monotonic, codec() if decodes else None, pool if decodes else None)
+        compressor = Compressor(mode, decoder, pool, pads=pads)
+        try:
+            yield BucketSource(store, config, refresher, borrow, rng, compressor)
+        finally:
+            await store.close()

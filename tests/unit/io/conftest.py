@@ -13,10 +13,16 @@ from lab import constants
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
+from s3kv.stores import disk
 from tests.servers import BUCKET, set_credentials
 from tests.unit.io import rig
 
 Open = Callable[..., IoClient]
+
+
+@pytest.fixture(autouse=True)
+def free_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
 
 
 @pytest.fixture

@@ -174,7 +174,11 @@ async def serving(
         yield worker, task
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():  # noqa: ASYNC110 - nobody sets an event
+        await asyncio.sleep(0.001)
+
+
 async def counted(disk: Path) -> None:
     """Come back when the files of a disk have been counted: before that, none is written."""
-    while not (disk / "used").exists() or not (disk / "used").stat().st_size:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: (disk / "used").exists() and (disk / "used").stat().st_size)

@@ -26,7 +26,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
 from s3kv.messages import JobEnd
 from s3kv.types import Outcome
-from tests.servers import BUCKET, KEYS, boto_client, data_key, moto_server, set_credentials
+from tests.servers import BUCKET, KEYS, boto_client, data_key, set_credentials
 from tests.unit.io import rig
 from tests.unit.io.conftest import Open
 from tests.unit.io.stubborn import StubbornServer, stubborn_server
@@ -34,16 +34,10 @@ from tests.unit.io.stubborn import StubbornServer, stubborn_server
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with moto_server() as url:
-        yield url
-
-
 @pytest.fixture
-def bucket(endpoint: str) -> Iterator[Any]:
+def bucket(moto_url: str) -> Iterator[Any]:
     """The bucket as another client sees it, emptied afterwards."""
-    client = boto_client(endpoint, KEYS)
+    client = boto_client(moto_url, KEYS)
     yield client
     for entry in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
         client.delete_object(Bucket=BUCKET, Key=entry["Key"])
@@ -105,9 +99,9 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("range_bytes", [0, 4096])
 def test_round_trip(
-    endpoint: str, bucket: Any, slab: Slab, open_client: Open, range_bytes: int
+    moto_url: str, bucket: Any, slab: Slab, open_client: Open, range_bytes: int
 ) -> None:
-    client = open_client(endpoint, range_bytes=range_bytes)
+    client = open_client(moto_url, range_bytes=range_bytes)
     for i in range(8):
         rig.fill(slab, i, number=i)
         upload(client, i)
@@ -129,8 +123,8 @@ def test_round_trip(
     assert client.wait_ready(0).trouble is None
 
 
-def test_one_poll_waits_for_an_end_when_told(endpoint: str, slab: Slab, open_client: Open) -> None:
-    client = open_client(endpoint, clock=Clock())  # time stands still, so nobody pings
+def test_one_poll_waits_for_an_end_when_told(moto_url: str, slab: Slab, open_client: Open) -> None:
+    client = open_client(moto_url, clock=Clock())  # time stands still, so nobody pings
     client.wait_ready(20.0)
     assert client.poll(linger_s=60.0) == [], "nothing is under way, so there is nothing to wait for"
     fetch(client, 1, number=404)
@@ -159,8 +153,8 @@ def test_what_has_begun_cannot_be_withdrawn(stubborn: StubbornServer, open_clien
     fetch(client, 1, number=1)
     fetch(client, 2, number=1)
     until(lambda: client.poll() or stubborn.begun)
-    client.withdraw(1)
-    client.withdraw(2)
+    client.cancel(1, if_waiting=True)
+    client.cancel(2, if_waiting=True)
     assert ends(client, 1)[2].outcome is Outcome.CANCELLED
     stubborn.go_on.set()
     assert ends(client, 1)[1].outcome is Outcome.OK
@@ -178,8 +172,8 @@ def test_ids_of_running_jobs_cannot_be_used_again(
 # How it starts
 
 
-def test_a_missing_bucket_is_said(endpoint: str, open_client: Open) -> None:
-    client = open_client(endpoint, bucket="no-such-bucket")
+def test_a_missing_bucket_is_said(moto_url: str, open_client: Open) -> None:
+    client = open_client(moto_url, bucket="no-such-bucket")
     with pytest.raises(StoreMissing, match="no-such-bucket"):
         client.wait_ready(20)
     assert client.life.state is State.CLOSED
@@ -222,8 +216,8 @@ def test_a_process_that_ends_at_once_is_said(module: str, open_client: Open) -> 
         client.wait_ready(20)
 
 
-def test_a_process_that_gives_no_answer_in_time_is_ended(endpoint: str, open_client: Open) -> None:
-    client = open_client(endpoint)
+def test_a_process_that_gives_no_answer_in_time_is_ended(moto_url: str, open_client: Open) -> None:
+    client = open_client(moto_url)
     pid = client.pid
     with pytest.raises(IoProcessError, match=r"no answer within 0\.001 s"):
         client.wait_ready(0.001)
@@ -244,11 +238,11 @@ def test_the_process_loads_neither_torch_nor_numpy_nor_vllm() -> None:
 
 
 def test_keys_that_kms_does_not_decrypt_end_the_start(
-    endpoint: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
+    moto_url: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", "kms:AAAA")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
-    client = open_client(endpoint, encryption="aes-gcm", on_unavailable="serve")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
+    client = open_client(moto_url, encryption="aes-gcm", on_unavailable="serve")
     with pytest.raises(ConfigError, match=r"KMS does not decrypt it: .*InvalidCiphertextException"):
         client.wait_ready(30.0)
 
@@ -257,7 +251,7 @@ def test_keys_that_kms_does_not_decrypt_end_the_start(
 
 
 def test_a_process_without_kms_is_replaced_until_kms_answers(
-    endpoint: str,
+    moto_url: str,
     bucket: Any,
     slab: Slab,
     open_client: Open,
@@ -265,10 +259,10 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Meanwhile every chunk is a miss, and none is taken for one that crashes the process."""
-    told = base64.b64encode(data_key(endpoint)).decode()
+    told = base64.b64encode(data_key(moto_url)).decode()
     monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", f"kms:{told}")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
-    client = open_client(endpoint, encryption="aes-gcm")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
+    client = open_client(moto_url, encryption="aes-gcm")
     client.wait_ready(30.0)
     rig.fill(slab, 1, number=1)
     upload(client, 1)
@@ -284,7 +278,7 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
         assert end.outcome is Outcome.FAILED
     assert "KMS does not decrypt it: Could not connect to the endpoint URL" in end.detail
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
     until(lambda: client.poll() or client.life.state is State.UP)
 
     def is_hit() -> bool:
@@ -318,10 +312,10 @@ def test_a_killed_process_is_replaced_and_its_jobs_fail_once(
 
 
 def test_an_idle_client_reads_only_when_it_checks_its_process(
-    endpoint: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
+    moto_url: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, reads = Clock(), 0
-    client = open_client(endpoint, clock=clock)
+    client = open_client(moto_url, clock=clock)
     client.wait_ready(30.0)
     receive = Child.receive
 
@@ -372,10 +366,10 @@ def test_a_process_that_hangs_is_killed_before_its_jobs_end(
 
 
 def test_an_engine_that_pauses_for_long_does_not_kill_its_process(
-    endpoint: str, open_client: Open
+    moto_url: str, open_client: Open
 ) -> None:
     clock = Clock()
-    client = open_client(endpoint, clock=clock)
+    client = open_client(moto_url, clock=clock)
     client.wait_ready(20)
     for _ in range(3):
         clock.now_s += 3600.0
@@ -393,8 +387,8 @@ def test_a_process_that_breaks_the_protocol_is_replaced(open_client: Open) -> No
     until(lambda: client.poll() or client.life.starts > 1)
 
 
-def test_closing_is_bounded_and_can_be_repeated(endpoint: str, open_client: Open) -> None:
-    client = open_client(endpoint)
+def test_closing_is_bounded_and_can_be_repeated(moto_url: str, open_client: Open) -> None:
+    client = open_client(moto_url)
     client.wait_ready(20)
     pid = client.pid
     os.kill(pid, signal.SIGSTOP)  # it will not end by itself
@@ -417,9 +411,9 @@ def test_closing_without_starting(slab: Slab) -> None:
 
 
 def test_a_drain_finishes_uploads(
-    endpoint: str, bucket: Any, slab: Slab, open_client: Open
+    moto_url: str, bucket: Any, slab: Slab, open_client: Open
 ) -> None:
-    client = open_client(endpoint)
+    client = open_client(moto_url)
     for i in range(12):
         rig.fill(slab, i, number=i)
         upload(client, i)
@@ -501,17 +495,17 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("deed", ["sleep", "fork_and_sleep"])
-def test_the_process_goes_when_its_parent_is_killed(endpoint: str, parent: Any, deed: str) -> None:
+def test_the_process_goes_when_its_parent_is_killed(moto_url: str, parent: Any, deed: str) -> None:
     shared = shared_memory()
-    process, child = parent(endpoint, deed)
+    process, child = parent(moto_url, deed)
     assert not is_gone(child)
     process.kill()
     until(lambda: is_gone(child), "the end of the I/O process")
     assert shared_memory() <= shared
 
 
-def test_signals_to_the_group_leave_the_process_serving(endpoint: str, parent: Any) -> None:
-    process, child = parent(endpoint, "upload_after_interrupt")
+def test_signals_to_the_group_leave_the_process_serving(moto_url: str, parent: Any) -> None:
+    process, child = parent(moto_url, "upload_after_interrupt")
     assert process.stdout.readline() == "waiting\n"
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)
@@ -531,9 +525,9 @@ def test_a_drain_outlives_a_killed_parent(stubborn: StubbornServer, parent: Any)
 
 
 def test_what_processes_say_of_requests_adds_up_over_their_lives(
-    endpoint: str, bucket: Any, open_client: Open
+    moto_url: str, bucket: Any, open_client: Open
 ) -> None:
-    client = open_client(endpoint, aws_hosts=[""])
+    client = open_client(moto_url, aws_hosts=[""])
 
     def told(request: str, count: int) -> Callable[[], bool]:
         return lambda: not client.poll() and client.counters[f"io_requests|{request}"] == count

@@ -23,11 +23,8 @@ ROOM = 2**18
 
 
 def worker_greeting(**settings: Any) -> wire.Handshake:
-    config, (prefix, digest) = (
-        Config(bucket="bkt", **settings),
-        (NAMESPACE.prefix, NAMESPACE.digest),
-    )
-    return wire.Handshake(config, prefix, digest, SHARD, {}, item_dtype="BF16")
+    config = Config(bucket="bkt", **settings)
+    return wire.Handshake(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {}, item_dtype="BF16")
 
 
 @pytest.fixture
@@ -93,15 +90,12 @@ async def test_an_item_with_other_rows_or_no_room_is_refused(
     assert (await worker.done(1))[4].outcome is Outcome.INVALID
 
 
-ITEMS = wire.Handshake(Config(bucket="bkt"), "s3kv", "0" * 32, "encoder", {}, item_dtype="BF16")
-
-
 @pytest.mark.parametrize(
     ("shape", "is_fetchable"),
     [((0, 8192), False), ((1, 4096), False), ((-1, 8192), False), ((3, 4096 + 7), True)],
 )
 def test_what_is_no_item_is_refused(shape: tuple[int, int], is_fetchable: bool) -> None:
-    formats = Formats(ITEMS, 2**20)
+    formats = Formats(worker_greeting(), 2**20)
     with pytest.raises(ValueError, match="item"):
         formats.of(job(JobKind.UPLOAD, 1, b"x" * 32, 0, ItemShape(*shape)))
     fetch = job(JobKind.FETCH, 1, b"x" * 32, 0, ItemShape(*shape))

@@ -13,7 +13,7 @@ import pytest
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.client import IoClient
-from s3kv.io.outstanding import OutstandingJobs
+from s3kv.io.outstanding import OutstandingJobs, PoisonJobs
 from s3kv.io.process_life import State
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
@@ -107,3 +107,25 @@ def test_a_job_that_ends_as_another_kind_is_still_there_when_the_process_dies() 
         jobs.ended(JobEnd(7, JobKind.UPLOAD, Outcome.OK))
     jobs.died("it broke the protocol", crashed=True)
     assert [(end.job_id, end.outcome) for end in jobs.take_ends()] == [(7, Outcome.FAILED)]
+
+
+def test_three_crashes_without_an_end_make_a_job_poison() -> None:
+    poison, (first, second) = PoisonJobs(), (rig.upload(n, n) for n in (1, 2))
+    for crash in range(3):
+        assert not poison.is_poison(first), crash
+        poison.crashed([first, second])
+        if crash == 1:
+            poison.ended(second)
+    assert poison.is_poison(first)
+    assert not poison.is_poison(second), "the process survived it"
+    assert poison.is_poison(rig.upload(100, 1)), "whatever number it has"
+    assert not poison.is_poison(rig.fetch(1, 1)), "another kind of job"
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3kv.io.outstanding._MOST_COUNTED", 2)
+    poison, jobs = PoisonJobs(), [rig.upload(n, n) for n in range(4)]
+    for job in jobs:
+        for _ in range(3):
+            poison.crashed([job])
+    assert [poison.is_poison(job) for job in jobs] == [False, False, True, True]

@@ -34,23 +34,17 @@ from s3kv.io.wire import Handshake
 from s3kv.messages import BucketJob, JobKind
 from s3kv.objects.keys import fingerprint_digest
 from s3kv.types import ChunkKey, Outcome, TensorSpec
-from tests.servers import BUCKET, REGION, forget_credentials, moto_server, set_credentials
+from tests.servers import BUCKET, REGION, forget_credentials, set_credentials
 from tests.unit.io import rig
 
 IDENTITY = {"model": "m", "layers": [1, 2]}
 SLAB_BYTES = 2**20
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with moto_server() as url:
-        yield url
-
-
 @pytest.fixture
-def config(url: str, monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> Config:
     set_credentials(monkeypatch)
-    return Config(bucket=BUCKET, endpoint_url=url, region=REGION)
+    return Config(bucket=BUCKET, endpoint_url=moto_url, region=REGION)
 
 
 def secret(path: Path, text: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ downs = st.lists(
         st.builds(
             BucketJob, job_ids, st.sampled_from(JobKind), keys, job_ids, shapes, st.booleans()
         ),
-        job_ids.map(wire.Cancel),
+        st.builds(wire.Cancel, job_ids, st.booleans()),
         st.floats(0, 1e6).map(wire.Drain),
         st.just(wire.Ping()),
     )

@@ -57,16 +57,20 @@ def swapped(tensor: TensorSpec) -> TensorSpec:
     return dataclasses.replace(tensor, layers=(dataclasses.replace(first, order="N"), *others))
 
 
-def sealed(chunk_format: ChunkFormat = FORMAT, block_hash: bytes = HASH) -> memoryview:
+def sealed(
+    chunk_format: ChunkFormat = FORMAT, block_hash: bytes = HASH, seed: int = 1
+) -> memoryview:
     buffer = memoryview(bytearray(chunk_format.object_bytes))
-    buffer[chunk_format.header_bytes :] = pattern(chunk_format.payload_bytes, 1)
+    buffer[chunk_format.header_bytes :] = pattern(chunk_format.payload_bytes, seed)
     chunk_format.seal(Place.of(buffer, chunk_format.header_bytes), block_hash)
     return buffer
 
 
-def check(buffer: memoryview | bytes, chunk_format: ChunkFormat = FORMAT) -> str | None:
+def check(
+    buffer: memoryview | bytes, chunk_format: ChunkFormat = FORMAT, block_hash: bytes = HASH
+) -> str | None:
     view = memoryview(buffer)
-    return chunk_format.check(Place.of(view, chunk_format.header_bytes), len(view), HASH)
+    return chunk_format.check(Place.of(view, chunk_format.header_bytes), len(view), block_hash)
 
 
 def test_golden_object() -> None:

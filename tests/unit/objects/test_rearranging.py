@@ -16,6 +16,7 @@ from s3kv.objects.rearranging import Pages, follows, format_of, is_page, rearran
 from s3kv.objects.shards import Shard, covers
 from s3kv.place import Place
 from s3kv.types import TensorSpec, item_bytes
+from tests.unit.objects.test_shards import fleet
 
 BLOCKS = 3
 HASH = bytes(range(32))
@@ -74,23 +75,6 @@ class Model:
         return chunk, bytes(data)
 
 
-def ranks(heads: int, layers: int, tp: int, stages: int = 1) -> list[Shard]:
-    width = max(1, heads // tp)
-    copies = max(1, tp // heads)
-    return [
-        Shard(
-            range(rank // copies * width, rank // copies * width + width),
-            heads,
-            range(stage * layers // stages, (stage + 1) * layers // stages),
-            layers,
-            rank % copies,
-            copies,
-        )
-        for stage in range(stages)
-        for rank in range(tp)
-    ]
-
-
 def put_together(
     model: Model, wanted: Shard, others: list[Shard], layer: str = "", parts: int = 1
 ) -> tuple[bytes, bytes] | None:
@@ -117,8 +101,8 @@ def put_together(
 @pytest.mark.parametrize(("own", "other"), list(itertools.permutations([1, 2, 4, 8], 2)))
 def test_ranks_of_every_size_read_each_other(order: str, ratio: int, own: int, other: int) -> None:
     model = Model(4, (Kind(ratio=ratio),) * 3, order)
-    for wanted in ranks(4, 3, own):
-        pair = put_together(model, wanted, ranks(4, 3, other))
+    for wanted in fleet(4, 3, own):
+        pair = put_together(model, wanted, fleet(4, 3, other))
         assert pair[0] == pair[1]
 
 
@@ -145,8 +129,8 @@ def test_layers_of_any_kind_are_put_together(
     if any(heads % tp and tp % heads for tp in sizes):
         return
     model = Model(heads, tuple(kinds), order)
-    for wanted in ranks(heads, len(kinds), own):
-        pair = put_together(model, wanted, ranks(heads, len(kinds), other), parts=parts)
+    for wanted in fleet(heads, len(kinds), own):
+        pair = put_together(model, wanted, fleet(heads, len(kinds), other), parts=parts)
         same = (max(1, heads // own), max(1, own // heads)) == (
             max(1, heads // other),
             max(1, other // heads),
@@ -164,19 +148,19 @@ def test_stages_are_put_together_where_layers_have_names_by_number(
     own: tuple[int, int], other: tuple[int, int], order: str
 ) -> None:
     model = Model(4, (Kind(),) * 12, order)
-    for wanted in ranks(4, 12, *own):
-        pair = put_together(model, wanted, ranks(4, 12, *other), "model.layers.{}.attn")
+    for wanted in fleet(4, 12, *own):
+        pair = put_together(model, wanted, fleet(4, 12, *other), "model.layers.{}.attn")
         assert pair is not None or own == other
         assert pair is None or pair[0] == pair[1]
 
 
 def test_without_such_names_nothing_is_known_of_other_stages() -> None:
     model = Model(4, (Kind(),) * 4, "HNC")
-    (whole,) = ranks(4, 4, 1)
-    assert put_together(model, whole, ranks(4, 4, 1, 2)) is None
-    assert put_together(model, whole, ranks(4, 4, 1, 2), "layers.{}") is None
+    (whole,) = fleet(4, 4, 1)
+    assert put_together(model, whole, fleet(4, 4, 1, 2)) is None
+    assert put_together(model, whole, fleet(4, 4, 1, 2), "layers.{}") is None
     mixed = Model(4, (Kind(), Kind("F32"), Kind(), Kind()), "HNC")
-    assert put_together(mixed, whole, ranks(4, 4, 1, 2), "model.layers.{}.attn") is None
+    assert put_together(mixed, whole, fleet(4, 4, 1, 2), "model.layers.{}.attn") is None
 
 
 def test_the_pattern_of_names_is_read_off_the_layers() -> None:
@@ -221,14 +205,14 @@ def test_an_order_that_is_none_takes_nothing_apart() -> None:
 
 def test_a_cover_that_lacks_a_byte_or_has_one_twice_is_none() -> None:
     model = Model(4, (Kind(),) * 2, "HNC")
-    (whole,) = ranks(4, 2, 1)
+    (whole,) = fleet(4, 2, 1)
     own, _ = model.object_of(whole)
-    halves = ranks(4, 2, 2)
+    halves = fleet(4, 2, 2)
     pages = Pages("HNC", "model.layers.{}.attn")
     assert rearrangements(own, whole, halves, pages) is not None
     assert rearrangements(own, whole, halves[:1], pages) is None
     assert rearrangements(own, whole, [*halves, halves[0]], pages) is None
-    assert rearrangements(own, whole, [halves[0], *ranks(4, 2, 4)[1:]], pages) is None
+    assert rearrangements(own, whole, [halves[0], *fleet(4, 2, 4)[1:]], pages) is None
 
 
 def test_a_header_too_long_to_be_written_is_no_format() -> None:

@@ -28,7 +28,7 @@ from s3kv.stores.s3.s3_store import S3Store
 from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectStore
 from tests import servers
-from tests.unit.stores.suite import ObjectStoreSuite, Recorder, apart, pattern, write
+from tests.unit.stores.suite import ObjectStoreSuite, pattern, write
 
 REAL = servers.real_server()
 
@@ -75,12 +75,6 @@ class S3Suite(ObjectStoreSuite):
         buffer = memoryview(bytearray(100))
         assert (await store.get_into(key, Place.of(buffer))).nbytes == 14
         assert bytes(buffer[:14]) == b"from elsewhere"
-
-
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
 
 
 class TestS3StoreOnMoto(S3Suite):
@@ -196,14 +190,6 @@ class EncryptedSuite(ObjectStoreSuite):
     test_a_range_beyond_the_end = with_cases(
         ObjectStoreSuite.test_a_range_beyond_the_end, "first", [3000, 3500, 9000]
     )
-
-    async def test_a_place_that_another_read_has(self, store: ObjectStore, root: str) -> None:
-        await write(store, root + "k", pattern(3000, 1))
-        place, other = apart(3000), Recorder(None)
-        await store.get_into(root + "k", place, other)
-        await store.get_range(root + "k", 500, place.cut(500, 2500), other)
-        assert bytes(place) == b"\xee" * 3000
-        assert (other.begun, other.seen) == ([3000, 3000], [])
 
 
 class TestEncryptedMemoryStore(EncryptedSuite):

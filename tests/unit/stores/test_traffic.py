@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -22,17 +21,11 @@ from tests.servers import BUCKET
 STANDARD, EXPRESS = TABLE["us-east-1/standard"], TABLE["us-east-1/express"]
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
-
-
 async def test_requests_are_counted_by_verb_and_answer(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers.set_credentials(monkeypatch)
-    store = open_store(Config(bucket=BUCKET, endpoint_url=url))
+    store = open_store(Config(bucket=BUCKET, endpoint_url=moto_url))
     buffer = memoryview(bytearray(100))
     await store.check()
     assert await store.get_into("traffic/k", Place.of(buffer)) is None

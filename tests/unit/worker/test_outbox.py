@@ -22,7 +22,7 @@ from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.types import ChunkKey, ItemShape, Outcome, Span
 from s3kv.worker.outbox import Outbox
-from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credentials
+from tests.servers import BUCKET, KEYS, boto_client, set_credentials
 
 MIB = 2**20
 NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
@@ -49,19 +49,13 @@ class Broken:
         raise RuntimeError("the device failed")
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with moto_server() as url:
-        yield url
-
-
 @pytest.fixture
-def open_outbox(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Outbox]]:
+def open_outbox(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Outbox]]:
     set_credentials(monkeypatch)
     opened: list[Outbox] = []
 
     def open_outbox(nbytes: int = MIB, **settings: Any) -> Outbox:
-        config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
+        config = Config(**{"bucket": BUCKET, "endpoint_url": moto_url, **settings})
         slab = Slab.create(nbytes)
         handshake = Handshake(
             config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {}, item_dtype="BF16"
@@ -107,9 +101,9 @@ def ends(outbox: Outbox, count: int) -> tuple[Counter[str], set[ChunkKey]]:
 
 
 def test_items_reach_the_bucket_without_anybody_asking(
-    open_outbox: Callable[..., Outbox], url: str
+    open_outbox: Callable[..., Outbox], moto_url: str
 ) -> None:
-    outbox, bucket = open_outbox(), boto_client(url, KEYS)
+    outbox, bucket = open_outbox(), boto_client(moto_url, KEYS)
     for number in range(5):
         assert put(outbox, number, rows=10 + number) is not None
     counters, uploaded = ends(outbox, 5)
@@ -153,12 +147,12 @@ def test_a_copy_that_fails_is_not_sent(open_outbox: Callable[..., Outbox]) -> No
     assert uploaded == {key(301)}
 
 
-def test_closing_finishes_what_was_sent(open_outbox: Callable[..., Outbox], url: str) -> None:
+def test_closing_finishes_what_was_sent(open_outbox: Callable[..., Outbox], moto_url: str) -> None:
     outbox = open_outbox()
     for number in range(400, 410):
         put(outbox, number)
     assert outbox.close(WAIT_S) == 0
-    bucket = boto_client(url, KEYS)
+    bucket = boto_client(moto_url, KEYS)
     for number in range(400, 410):
         bucket.head_object(Bucket=BUCKET, Key=NAMESPACE.chunk(key(number), SHARD))
     assert outbox.place(5_000) is None, "it is closed"

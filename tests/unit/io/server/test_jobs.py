@@ -94,15 +94,6 @@ def test_uploads_go_one_at_a_time_until_many_wait() -> None:
     assert len(running + take_all(queue)) == 16
 
 
-def test_uploads_in_a_hurry_take_all_their_places() -> None:
-    queue = JobQueue(8, 2**30)
-    for i in range(5):
-        queue.add(job(i, UPLOAD))
-    assert len(take_all(queue)) == 1
-    queue.in_hurry = True
-    assert len(take_all(queue)) == 3
-
-
 def test_uploads_leave_half_of_the_places_to_fetches() -> None:
     queue = JobQueue(8, 2**30)
     queue.in_hurry = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from tests import servers
 
 SECRETS = [bytes([n]) * 32 for n in range(1, 5)]
 KEYS = [secret.hex() for secret in SECRETS]
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +66,10 @@ async def test_the_first_key_encrypts(
 
 
 async def test_keys_of_kms_keep_their_order_among_others(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
+    moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
-    first, second = told(servers.data_key(endpoint)), told(servers.data_key(endpoint))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
+    first, second = told(servers.data_key(moto_url)), told(servers.data_key(moto_url))
     rings = []
     for keys in ([first, KEYS[0], second], [second, first], [first]):
         monkeypatch.setenv(KEYS_VARIABLE, "\n".join(keys))
@@ -89,10 +82,10 @@ async def test_keys_of_kms_keep_their_order_among_others(
 
 
 async def test_a_key_that_kms_refuses_is_named_and_not_repeated(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    moto_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
-    good, bad = servers.data_key(endpoint), b"another account's data key"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
+    good, bad = servers.data_key(moto_url), b"another account's data key"
     (tmp_path / "keys").write_text(f"{told(good)}\n{KEYS[0]}\n{told(bad)}\n")
     said = await refused(encryption_keys_file=str(tmp_path / "keys"))
     assert said.startswith(
@@ -107,10 +100,10 @@ async def test_a_key_that_kms_refuses_is_named_and_not_repeated(
     ("how", "nbytes"), [({"KeySpec": "AES_128"}, 16), ({"NumberOfBytes": 64}, 64)]
 )
 async def test_a_data_key_of_another_length(
-    how: dict[str, Any], nbytes: int, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], nbytes: int, moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", endpoint)
-    monkeypatch.setenv(KEYS_VARIABLE, told(servers.data_key(endpoint, **how)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
+    monkeypatch.setenv(KEYS_VARIABLE, told(servers.data_key(moto_url, **how)))
     said = await refused()
     assert f"the keys in the environment variable {KEYS_VARIABLE} cannot be used" in said
     assert f"{nbytes} bytes: a master key has 32" in said

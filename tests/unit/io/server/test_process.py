@@ -48,7 +48,7 @@ class GatedStore(MemoryStore):
         self._gate.set()
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         self.begun.append(("get", key))
         place.write(b"part")
@@ -57,7 +57,7 @@ class GatedStore(MemoryStore):
         finally:
             await self.unwound.wait()
             place.write(b"last")
-        return await super().get_into(key, place, receiver)
+        return await super().get_into(key, place, receiver, first)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.begun.append(("put", key))

@@ -5,12 +5,8 @@ And objects whose header and payload lie apart."""
 from __future__ import annotations
 
 import contextlib
-import math
 import random
-import time
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -19,20 +15,16 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.io.sources import bucket as source
-from s3kv.io.sources.compressing import Compressor
 from s3kv.io.sources.quarantine import BARRED_S
-from s3kv.io.sources.reception import Decoder
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import SEGMENT_BYTES, ChunkFormat
-from s3kv.objects.compression import Codec
 from s3kv.objects.headers import Mismatch
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectInfo, ObjectStore, Receiver, landing, read_small
 from s3kv.types import ItemShape, Outcome, TensorSpec
-from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from tests import servers
 from tests.unit.io import compressed, rig
 from tests.unit.io.rig import Worker
@@ -55,7 +47,7 @@ class Bucket(MemoryStore):
         return self._objects[KEY][0] if KEY in self._objects else None
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         if self.lies:
             await self.begin("get_into", key)
@@ -64,7 +56,7 @@ class Bucket(MemoryStore):
             if memory is not None:
                 memory.write(lie)
             return ObjectInfo(key, len(lie), 0.0)
-        return await super().get_into(key, place, receiver)
+        return await super().get_into(key, place, receiver, first)
 
     @property
     def objects_asked(self) -> dict[str, int]:
@@ -83,18 +75,6 @@ async def worker(bucket: Bucket) -> AsyncIterator[Worker]:
         yield worker
 
 
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
-
-
-def apart(form: ChunkFormat | ItemFormat) -> Place:
-    """Memory for an object of this format that is not the slab's, in two pieces."""
-    payload_bytes = form.object_bytes - form.header_bytes
-    return Place(memoryview(bytearray(form.header_bytes)), memoryview(bytearray(payload_bytes)))
-
-
 ITEM = ItemFormat("0" * 32, "BF16", ItemShape(9, object_bytes("BF16", 9, 40_000)))
 LARGE = ChunkFormat("0" * 32, (TensorSpec("g0", "U8", (SEGMENT_BYTES + 5,)),), 0, "whole")
 
@@ -107,24 +87,13 @@ def payload(form: ChunkFormat | ItemFormat) -> bytes:
 
 @contextlib.asynccontextmanager
 async def opened(
-    url: str, client: Any, codec: Codec | None, places: int | None = None
+    url: str, client: Any, **how: Any
 ) -> AsyncIterator[tuple[ObjectStore, source.BucketSource]]:
-    """The bucket of a server, with a codec and with so many places to borrow (None: any number)."""
+    """The bucket of a server. how: of `compressed.source_of`."""
     config = Config(bucket=servers.BUCKET, endpoint_url=url, client=client)
-    store, rng = open_store(config), random.Random(1)
-    refresher = Refresher(store, RefreshRule(math.inf, rng), lambda: False)
-
-    def borrow(count: int) -> Any:
-        return nullcontext((max(0, count if places is None else places), lambda: None))
-
-    decoder = Decoder(time.monotonic, codec, ThreadPoolExecutor(2) if codec else None)
-    mode: Any = "on" if codec else "off"
-    compressor = Compressor(mode, decoder, ThreadPoolExecutor(1) if codec else None)
-    try:
-        yield store, source.BucketSource(store, config, refresher, borrow, rng, compressor)
-    finally:
-        compressor.close()
-        await store.close()
+    store = open_store(config)
+    async with compressed.source_of(store, config, **how) as bucket:
+        yield store, bucket
 
 
 FORMS = [rig.FORMAT, LARGE, ITEM, compressed.FORMAT]
@@ -144,9 +113,9 @@ async def test_header_and_payload_in_memory_of_their_own(
     """From two buffers into two others, as one object between them, and whole or in ranges."""
     servers.set_credentials(monkeypatch)
     monkeypatch.setattr(source, "RANGE_BYTES", range_bytes)
-    async with opened(moto_url, client, compressed.codec()) as (store, bucket):
+    async with opened(moto_url, client) as (store, bucket):
         key = f"apart/{client}-{range_bytes}-{form.object_bytes}"
-        written, read = apart(form), apart(form)
+        written, read = compressed.apart(form), compressed.apart(form)
         written.payload[:] = payload(form)
         job = TransferJob(1, JobKind.UPLOAD, key, b"hash", form, written)
         end = await bucket.upload(job)
@@ -177,12 +146,12 @@ async def test_objects_of_both_forms_in_any_order(
     servers.set_credentials(monkeypatch)
     monkeypatch.setattr(source, "HEDGE_PERCENT", 0.0)
     monkeypatch.setattr(source, "RANGE_BYTES", 2**16)
-    async with opened(moto_url, client, compressed.codec(), places) as (store, bucket):
+    async with opened(moto_url, client, places=places) as (store, bucket):
         for number, data in DATA.items():
             form = compressed.stored if number in (1, 2, 5, 6) else compressed.plain
             key = f"forms/{client}-{places}-{number}"
             await store.put(key, Place.of(form(data)), if_absent=True)
-            place, block_hash = apart(compressed.FORMAT), rig.chunk(1).block_hash
+            place, block_hash = compressed.apart(compressed.FORMAT), rig.chunk(1).block_hash
             job = TransferJob(1, JobKind.FETCH, key, block_hash, compressed.FORMAT, place)
             for _ in range(2 if number == 6 else 1):
                 end = await bucket.fetch(job)
@@ -199,10 +168,10 @@ async def test_without_a_codec_a_compressed_object_is_a_miss_and_stays(
     client: Any, places: int, moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers.set_credentials(monkeypatch)
-    async with opened(moto_url, client, None, places) as (store, bucket):
+    async with opened(moto_url, client, decodes=False, places=places) as (store, bucket):
         key, held = f"codec/{client}-{places}", compressed.stored(DATA[1])
         await store.put(key, Place.of(held), if_absent=True)
-        place, block_hash = apart(compressed.FORMAT), rig.chunk(1).block_hash
+        place, block_hash = compressed.apart(compressed.FORMAT), rig.chunk(1).block_hash
         job = TransferJob(1, JobKind.FETCH, key, block_hash, compressed.FORMAT, place)
         for _ in range(2):
             end = await bucket.fetch(job)

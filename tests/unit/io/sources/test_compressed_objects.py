@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from s3kv.io import wire
 from s3kv.messages import JobEnd
 from s3kv.objects import compression
 from s3kv.place import Place
-from s3kv.stores import disk
 from s3kv.stores.disk import Directory
 from s3kv.stores.store import ObjectInfo, Receiver, landing
 from s3kv.types import Outcome
@@ -35,7 +33,6 @@ OTHER = compressed.stored(OTHER_DATA)
 HASH_2 = rig.chunk(2).block_hash
 BAD = STORED[:-1] + bytes([STORED[-1] ^ 1])
 RANGE_BYTES = FORMAT.object_bytes // 4
-WAYS = pytest.mark.parametrize("range_bytes", [0, RANGE_BYTES], ids=["whole", "ranges"])
 
 
 class Bucket(MemoryStore):
@@ -65,22 +62,11 @@ class Bucket(MemoryStore):
         return found and found[0]
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        return await self._get(key, None, place, receiver)
-
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        if not self.serves_ranges:
-            self.reads[first] += 1
-            raise StoreUnranged("200")
-        return await self._get(key, first, place, receiver)
-
-    async def _get(
-        self, key: str, first: int | None, place: Place, receiver: Receiver | None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         self.reads[first] += 1
+        if first is not None and not self.serves_ranges:
+            raise StoreUnranged("200")
         await self.begin("get", key)
         if key not in self._objects:
             return None
@@ -125,6 +111,11 @@ async def bucket() -> Bucket:
     return Bucket()
 
 
+@pytest.fixture(params=[0, RANGE_BYTES], ids=["whole", "ranges"])
+def range_bytes(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 @contextlib.asynccontextmanager
 async def serving(
     bucket: MemoryStore, range_bytes: int = 0, hedge_percent: float = 0.0, **settings: Any
@@ -164,11 +155,6 @@ async def compressing_of(worker: Worker) -> dict[str, int]:
     names = ("io_encoded", "io_decoded", "io_left_plain")
     found = (await worker.settled()).counters.items()
     return {name.removeprefix("io_"): n for name, n in found if n and name.startswith(names)}
-
-
-async def until(condition: Any) -> None:
-    while not condition():  # noqa: ASYNC110 - nobody sets an event
-        await asyncio.sleep(0.001)
 
 
 # --- a process ---------------------------------------------------------------------------------
@@ -252,7 +238,7 @@ async def test_a_drain_uploads_the_rest_plain() -> None:
         for number in (1, 2, 3):
             fill(worker, number)
         worker.say(*map(rig.upload, (1, 2, 3)))
-        await until(lambda: bucket.putting)
+        await rig.until(lambda: bucket.putting)
         worker.say(wire.Drain(60.0))
         await worker.settled()
         bucket.gate.set()
@@ -263,7 +249,6 @@ async def test_a_drain_uploads_the_rest_plain() -> None:
         assert (await compressing_of(worker))["left_plain|busy"] == 2
 
 
-@WAYS
 async def test_borrowed_memory_holds_payloads_alone(bucket: Bucket, range_bytes: int) -> None:
     greeting = msgspec.structs.replace(
         compressed.greeting(compress="on"), is_borrowed=True, slot_bytes=FORMAT.payload_bytes
@@ -289,19 +274,17 @@ async def test_borrowed_memory_holds_payloads_alone(bucket: Bucket, range_bytes:
         assert rows[one.stop :] == margins[one.stop : slab_bytes]
 
 
-@WAYS
 async def test_the_disk_keeps_the_plain_object(
     bucket: Bucket, tmp_path: Path, range_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which a second process reads, even one that has no codec."""
-    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)
     bucket.hold(KEY, STORED)
     where = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30, "range_bytes": range_bytes}
     file = Directory(tmp_path / "cache", "s3kv", 0).file_of(KEY)
     async with serving(bucket, **where) as worker:
         await rig.counted(file.parents[3])
         assert (await fetched(worker)).source == "bucket"
-        await until(file.exists)
+        await rig.until(file.exists)
         assert file.read_bytes() == PLAIN
         assert (await fetched(worker)).source == "disk"
     monkeypatch.setattr(compression, "codec", lambda: None)
@@ -309,23 +292,19 @@ async def test_the_disk_keeps_the_plain_object(
         assert (await fetched(worker)).source == "disk"
 
 
-async def test_the_disk_keeps_the_plain_object_of_an_upload(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)
+async def test_the_disk_keeps_the_plain_object_of_an_upload(bucket: Bucket, tmp_path: Path) -> None:
     where = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30, "disk_writes": "all"}
     file = Directory(tmp_path / "cache", "s3kv", 0).file_of(KEY)
     async with serving(bucket, **where) as worker:
         await rig.counted(file.parents[3])
         assert (await uploaded(worker)).outcome is Outcome.OK
-        await until(file.exists)
+        await rig.until(file.exists)
     assert (file.read_bytes(), bucket.held()) == (PLAIN, STORED)
 
 
 # --- bad objects and bad reads -----------------------------------------------------------------
 
 
-@WAYS
 async def test_a_damaged_object_is_a_miss_until_it_is_replaced(
     bucket: Bucket, range_bytes: int
 ) -> None:
@@ -342,7 +321,6 @@ async def test_a_damaged_object_is_a_miss_until_it_is_replaced(
         assert (await fetched(worker)).outcome is Outcome.OK
 
 
-@WAYS
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_read_that_fails_after_half_of_the_body_is_sent_again(
     bucket: Bucket, range_bytes: int, times: int
@@ -358,19 +336,6 @@ async def test_a_read_that_fails_after_half_of_the_body_is_sent_again(
 
 
 FORMS = {PLAIN: DATA, STORED: DATA, OTHER: OTHER_DATA, compressed.plain(OTHER_DATA): OTHER_DATA}
-
-
-@WAYS
-@pytest.mark.parametrize("first", FORMS, ids=range(4))
-async def test_a_second_attempt_may_find_another_object(
-    bucket: Bucket, range_bytes: int, first: bytes
-) -> None:
-    for then, data in FORMS.items():
-        bucket.hold(KEY, first)
-        bucket.after = [then]
-        bucket.failures = [StoreUnavailable("cut off")]
-        async with serving(bucket, range_bytes) as worker:
-            assert (await fetched(worker, data=data)).outcome is Outcome.OK
 
 
 @pytest.mark.parametrize("answered", range(1, 4))
@@ -403,76 +368,79 @@ async def test_ranges_that_name_different_lengths_are_not_used(
         assert bucket.reads[None] == 1
 
 
-@WAYS
-async def test_a_late_request_writes_nothing_once_another_has_the_place(
-    bucket: Bucket, range_bytes: int
-) -> None:
-    bucket.hold(KEY, STORED)
-    async with serving(bucket, range_bytes, hedge_percent=100.0) as worker:
-        await check_a_late_request(bucket, worker)
+class Reads:
+    """Reads that are repeated, sent twice or cancelled, of buckets in which objects are encrypted
+    or not. serving: as the function of this module."""
+
+    serving: Any
+
+    @pytest.mark.parametrize("first", FORMS, ids=range(4))
+    async def test_a_second_attempt_may_find_another_object(
+        self, bucket: Bucket, range_bytes: int, first: bytes
+    ) -> None:
+        for then, data in FORMS.items():
+            bucket.hold(KEY, first)
+            bucket.after = [then]
+            bucket.failures = [StoreUnavailable("cut off")]
+            async with self.serving(bucket, range_bytes) as worker:
+                assert (await fetched(worker, data=data)).outcome is Outcome.OK
+
+    @pytest.mark.parametrize("data", [PLAIN, STORED], ids=["plain", "compressed"])
+    async def test_a_late_request_writes_nothing_once_another_has_the_place(
+        self, bucket: Bucket, range_bytes: int, data: bytes
+    ) -> None:
+        """Nor into the memory of the other."""
+        bucket.hold(KEY, data)
+        async with self.serving(bucket, range_bytes, hedge_percent=100.0) as worker:
+            for _ in range(8):
+                assert (await fetched(worker)).outcome is Outcome.OK
+            bucket.late = 1
+            assert (await fetched(worker)).outcome is Outcome.OK
+            assert bucket.landed == [None]
+            assert (await worker.settled()).counters["io_hedges_won"] == 1
+
+    @pytest.mark.parametrize("data", [PLAIN, STORED], ids=["plain", "compressed"])
+    async def test_nothing_is_written_after_a_fetch_has_been_cancelled(
+        self, bucket: Bucket, range_bytes: int, data: bytes
+    ) -> None:
+        bucket.hold(KEY, data)
+        async with self.serving(bucket, range_bytes) as worker:
+            for number in range(4):
+                bucket.gate.clear()
+                bucket.halves = 0
+                worker.say(rig.fetch(1))
+                await rig.until(lambda: bucket.halves)
+                for _ in range(number):
+                    await asyncio.sleep(0.001)
+                worker.say(wire.Cancel(1))
+                assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
+                left = bytes(worker.slab.view)
+                bucket.gate.set()
+                await asyncio.sleep(0.005)
+                assert worker.slab.view == left
+                assert (await fetched(worker)).outcome is Outcome.OK
 
 
-async def check_a_late_request(bucket: Bucket, worker: Worker) -> None:
-    for _ in range(8):
-        assert (await fetched(worker)).outcome is Outcome.OK
-    bucket.late = 1
-    assert (await fetched(worker)).outcome is Outcome.OK
-    assert bucket.landed == [None]
-    assert (await worker.settled()).counters["io_hedges_won"] == 1
+class TestReads(Reads):
+    serving = staticmethod(serving)
 
 
-@WAYS
-async def test_nothing_is_written_after_a_fetch_has_been_cancelled(
-    bucket: Bucket, range_bytes: int
-) -> None:
-    bucket.hold(KEY, STORED)
-    async with serving(bucket, range_bytes) as worker:
-        await check_cancelled_fetches(bucket, worker)
-
-
-async def check_cancelled_fetches(bucket: Bucket, worker: Worker) -> None:
-    for number in range(4):
-        bucket.gate.clear()
-        bucket.halves = 0
-        worker.say(rig.fetch(1))
-        await until(lambda: bucket.halves)
-        for _ in range(number):
-            await asyncio.sleep(0.001)
-        worker.say(wire.Cancel(1))
-        assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
-        left = bytes(worker.slab.view)
-        bucket.gate.set()
-        await asyncio.sleep(0.005)
-        assert worker.slab.view == left
-        assert (await fetched(worker)).outcome is Outcome.OK
-
-
-@WAYS
 async def test_a_cancelled_fetch_ends_after_its_thread(
     bucket: Bucket, range_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, gate, real = threading.Event(), threading.Event(), compressed.codec()
-
-    class Held:
-        encode = real.encode
-
-        def decode(self, data: memoryview, target: memoryview, item_bytes: int) -> bool:
-            begun.set()
-            assert gate.wait(60)
-            return real.decode(data, target, item_bytes)
-
+    held = compressed.Held()
     bucket.hold(KEY, STORED)
     async with serving(bucket, range_bytes) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
-    monkeypatch.setattr(compression, "codec", Held)
+    monkeypatch.setattr(compression, "codec", lambda: held)
     monkeypatch.setattr(compression, "decoding_speed", lambda codec, clock: 1e9)
     async with serving(bucket, range_bytes) as worker:
         worker.say(rig.fetch(1))
-        await until(begun.is_set)
+        await rig.until(held.begun.is_set)
         worker.say(wire.Cancel(1))
         for _ in range(20):
             assert (await worker.settled()).running > 0
-        gate.set()
+        held.gate.set()
         assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
 
 

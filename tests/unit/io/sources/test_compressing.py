@@ -26,35 +26,16 @@ from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
 from s3kv.types import ItemShape, TensorSpec
 from tests.unit.io import compressed, rig
-from tests.unit.io.compressed import FORMAT
+from tests.unit.io.compressed import FORMAT, Held
 
 DATA = compressed.payload(1)
 STORED = compressed.stored(DATA)
 RANDOM = random.Random(1).randbytes(FORMAT.payload_bytes)
 
 
-class Held:
-    """A codec that waits before it encodes. begun: it waits. error: what it raises then. encoded:
-    number of segments."""
-
-    def __init__(self) -> None:
-        self.begun, self.gate = threading.Event(), threading.Event()
-        self.error: Exception | None = None
-        self.encoded = 0
-        self.decode = compressed.codec().decode
-
-    def encode(self, segment: memoryview, item_bytes: int) -> bytes | None:
-        self.begun.set()
-        assert self.gate.wait(60)
-        if self.error:
-            raise self.error
-        self.encoded += 1
-        return compressed.codec().encode(segment, item_bytes)
-
-
 @pytest.fixture
 def held() -> Iterator[Held]:
-    held = Held()
+    held = Held(encodes=True)
     yield held
     held.gate.set()
 
@@ -95,11 +76,6 @@ def counted(compressor: Compressor) -> dict[str, int]:
 def is_idle(compressor: Compressor) -> bool:
     """Whether it has given back all memory, and nobody waits for it."""
     return not compressor._memory.leased_bytes and not compressor._waiting
-
-
-async def until(condition: Any) -> None:
-    while not condition():  # noqa: ASYNC110 - nobody sets an event
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("mode", ["on", "auto"])
@@ -147,7 +123,7 @@ async def test_what_would_not_be_shorter_is_uploaded_plain(pool: ThreadPoolExecu
 async def test_no_more_than_two_wait_for_the_thread(pool: ThreadPoolExecutor, held: Held) -> None:
     compressor = compressor_of(pool, codec=held)
     first = [asyncio.ensure_future(stored(compressor, job_of())) for _ in range(2)]
-    await until(held.begun.is_set)
+    await rig.until(held.begun.is_set)
     assert await stored(compressor, job_of()) == compressed.plain(DATA)
     assert counted(compressor) == {"left_plain|busy": 1}
     held.gate.set()
@@ -208,7 +184,7 @@ async def test_nothing_reads_the_payload_after_a_cancellation(
     """Neither of the object in the thread, nor of the one that waits for it."""
     compressor = compressor_of(pool, codec=held)
     tasks = [asyncio.ensure_future(stored(compressor, job_of())) for _ in range(2)]
-    await until(held.begun.is_set)
+    await rig.until(held.begun.is_set)
     for _ in range(3):
         for task in tasks:
             task.cancel()
@@ -217,7 +193,7 @@ async def test_nothing_reads_the_payload_after_a_cancellation(
     held.gate.set()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(end, asyncio.CancelledError) for end in ends)
-    assert held.encoded == 1
+    assert held.done == 1
     assert is_idle(compressor)
     assert counted(compressor) == {}
     assert await stored(compressor, job_of()) == STORED
@@ -319,4 +295,4 @@ async def test_its_threads_end_when_it_is_closed() -> None:
     await asyncio.wrap_future(future)
     compressor.close()
     compressor.close()
-    await until(lambda: threading.active_count() <= before)
+    await rig.until(lambda: threading.active_count() <= before)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,10 @@ from s3kv.errors import StoreUnavailable
 from s3kv.io import wire
 from s3kv.io.sources import disk as source
 from s3kv.messages import JobEnd
-from s3kv.stores import disk
 from s3kv.stores.disk import Directory
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker
-
-
-@pytest.fixture(autouse=True)
-def free_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
 
 
 @pytest.fixture
@@ -34,11 +29,19 @@ async def bucket() -> MemoryStore:
     return MemoryStore()
 
 
+Serving = Callable[..., AbstractAsyncContextManager[Worker]]
+
+
 @pytest.fixture
-def serving(bucket: MemoryStore, tmp_path: Path) -> Callable[..., Any]:
-    def serving(disk_bytes: int = 2**30, **settings: Any) -> Any:
+def serving(bucket: MemoryStore, tmp_path: Path) -> Serving:
+    """A process that has counted the files of its disk."""
+
+    @asynccontextmanager
+    async def serving(disk_bytes: int = 2**30, **settings: Any) -> AsyncIterator[Worker]:
         how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": disk_bytes, **settings}
-        return rig.serving(bucket, max_wait_ms=200, **how)
+        async with rig.serving(bucket, max_wait_ms=200, **how) as (worker, _):
+            await rig.counted(tmp_path / "cache")
+            yield worker
 
     return serving
 
@@ -48,12 +51,31 @@ def file(tmp_path: Path) -> Path:
     return Directory(tmp_path / "cache", "s3kv", 0).file_of(rig.object_key(1))
 
 
+class Hold:
+    """Calls of functions of `os` that wait. begun: one does. let_go: they go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def all(self, name: str) -> None:
+        """Have all calls of this function wait from now on."""
+        call = getattr(os, name)
+
+        def held(*how: Any) -> int:
+            self.begun.set()
+            self.let_go.wait()
+            return int(call(*how))
+
+        self._monkeypatch.setattr(os, name, held)
+
+
 @pytest.fixture
-def let_go() -> Iterator[threading.Event]:
-    """Set at the end, too: a thread that waits for it would keep the tests from ending."""
-    event = threading.Event()
-    yield event
-    event.set()
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    """Let go at the end, too: a thread that waits would keep the tests from ending."""
+    hold = Hold(monkeypatch)
+    yield hold
+    hold.let_go.set()
 
 
 async def counters(worker: Worker) -> dict[str, int]:
@@ -80,55 +102,46 @@ async def fetched(worker: Worker, number: int = 1) -> JobEnd:
 
 
 async def test_an_object_of_the_bucket_is_fetched_once_per_host(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path
+    serving: Serving, bucket: MemoryStore, file: Path
 ) -> None:
     rig.hold(bucket, 1)
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving() as worker:
         assert (await fetched(worker)).source == "bucket"
         await until(worker, writes=1, written_bytes=rig.FORMAT.object_bytes)
         assert file.read_bytes() == rig.sealed(1)
         assert (await fetched(worker)).source == "disk"
-    async with serving() as (worker, _):  # the next engine on this host
+    async with serving() as worker:  # the next engine on this host
         end = await fetched(worker)
         assert (end.source, end.nbytes) == ("disk", rig.FORMAT.object_bytes)
         await until(worker, reads=1, read_bytes=rig.FORMAT.object_bytes, writes=0)
     assert bucket.asked["get_into"] == 1
 
 
-async def test_an_upload_is_not_written_unless_asked(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path
-) -> None:
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+async def test_an_upload_is_not_written_unless_asked(serving: Serving, file: Path) -> None:
+    async with serving() as worker:
         worker.fill(1, number=1)
         worker.say(rig.upload(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
     assert not file.exists()
 
 
-async def test_a_use_is_noted_once_an_hour(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path
-) -> None:
+async def test_a_use_is_noted_once_an_hour(serving: Serving, bucket: MemoryStore) -> None:
     rig.hold(bucket, 1)
-    async with serving(refresh_after_s=3600.0) as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving(refresh_after_s=3600.0) as worker:
         await fetched(worker)
         await until(worker, writes=1)
         fresh_s = [(await fetched(worker)).fresh_s for _ in range(3)]
         assert fresh_s == sorted(fresh_s, reverse=True)
         await until(worker, reads=3)
-        while not bucket.asked["head"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await rig.until(lambda: bucket.asked["head"])
     assert bucket.asked["head"] == 1
 
 
 @pytest.mark.parametrize("bucket_is_away", [False, True])
 async def test_an_upload_leaves_a_file_whatever_the_bucket_answers(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path, *, bucket_is_away: bool
+    serving: Serving, bucket: MemoryStore, file: Path, *, bucket_is_away: bool
 ) -> None:
-    async with serving(disk_writes="all") as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving(disk_writes="all") as worker:
         if bucket_is_away:
             bucket.errors["put"] = [StoreUnavailable("away")] * 9
         worker.fill(1, number=1)
@@ -143,12 +156,11 @@ async def test_an_upload_leaves_a_file_whatever_the_bucket_answers(
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "another's", "empty"])
 async def test_a_bad_file_is_deleted_and_the_bucket_asked(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path, damage: str
+    serving: Serving, bucket: MemoryStore, file: Path, damage: str
 ) -> None:
     rig.hold(bucket, 1)
     good = rig.sealed(1)
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving() as worker:
         file.parent.mkdir(parents=True)
         file.write_bytes(
             {
@@ -168,9 +180,8 @@ async def test_a_bad_file_is_deleted_and_the_bucket_asked(
 
 @pytest.mark.parametrize("error", [5, 30, 116])  # EIO, EROFS, ESTALE
 async def test_a_disk_that_fails_is_not_used_for_a_while(
-    serving: Callable[..., Any],
+    serving: Serving,
     bucket: MemoryStore,
-    file: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: int,
@@ -179,8 +190,7 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
         raise OSError(error, os.strerror(error))
 
     rig.hold(bucket, 1, 2, 3)
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving() as worker:
         assert (await fetched(worker)).source == "bucket"
         await until(worker, writes=1)
         with monkeypatch.context() as patch:
@@ -192,50 +202,29 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
                 await until(worker, failed=2, dropped=dropped)
         lines = [r.getMessage() for r in caplog.records if " there for " in r.message]
         assert len(lines) == 2, "one for reading, and one for writing"
-    async with serving() as (worker, _):
+    async with serving() as worker:
         assert (await fetched(worker)).source == "disk"
 
 
 async def test_a_read_that_hangs_costs_its_patience(
-    serving: Callable[..., Any],
-    bucket: MemoryStore,
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    let_go: threading.Event,
+    serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
     rig.hold(bucket, 1, 2)
     monkeypatch.setattr(source, "PATIENCE_S", 0.02)
-    preadv = os.preadv
-
-    def hang(*how: Any) -> int:
-        let_go.wait()
-        return preadv(*how)
-
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving() as worker:
         await fetched(worker)
         await until(worker, writes=1)
-        monkeypatch.setattr(os, "preadv", hang)
+        hold.all("preadv")
         assert (await fetched(worker, 1)).source == "bucket"
         await until(worker, failed=1)
         assert (await fetched(worker, 2)).source == "bucket"
 
 
 async def test_a_slot_is_not_written_after_its_job_has_ended(
-    serving: Callable[..., Any],
-    bucket: MemoryStore,
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    let_go: threading.Event,
+    serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
     rig.hold(bucket, 1)
-    preadv, read = os.preadv, Directory.read
-    begun, ended = threading.Event(), threading.Event()
-
-    def slow(*how: Any) -> int:
-        begun.set()
-        let_go.wait()
-        return preadv(*how)
+    read, ended = Directory.read, threading.Event()
 
     def read_to_the_end(*how: Any) -> int | None:
         try:
@@ -243,55 +232,42 @@ async def test_a_slot_is_not_written_after_its_job_has_ended(
         finally:
             ended.set()
 
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving() as worker:
         await fetched(worker)
         await until(worker, writes=1)
-        monkeypatch.setattr(os, "preadv", slow)
+        hold.all("preadv")
         monkeypatch.setattr(Directory, "read", read_to_the_end)
         worker.say(rig.fetch(1))
-        await asyncio.to_thread(begun.wait)
+        await asyncio.to_thread(hold.begun.wait)
         worker.say(wire.Cancel(1))
         assert (await worker.done(1))[1].outcome is Outcome.CANCELLED, "though the read goes on"
         worker.slot(1)[:] = bytes(rig.FORMAT.object_bytes)
-        let_go.set()
+        hold.let_go.set()
         await asyncio.to_thread(ended.wait)
         assert not any(worker.slot(1))
 
 
 async def test_objects_are_dropped_when_the_disk_is_behind(
-    serving: Callable[..., Any],
-    bucket: MemoryStore,
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    let_go: threading.Event,
+    serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
     monkeypatch.setattr(source, "MOST_COPIED_BYTES", 2 * rig.FORMAT.object_bytes)
     rig.hold(bucket, 1, 2, 3)
-    pwritev = os.pwritev
-
-    def slow(*how: Any) -> int:
-        let_go.wait()
-        return pwritev(*how)
-
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
-        monkeypatch.setattr(os, "pwritev", slow)
+    async with serving() as worker:
+        hold.all("pwritev")
         for number in (1, 2, 3):
             assert (await fetched(worker, number)).source == "bucket"
         await until(worker, dropped=1)
-        let_go.set()
+        hold.let_go.set()
         await until(worker, dropped=1, writes=2)
 
 
 async def test_the_budget_is_kept(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, bucket: MemoryStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "_CLEAN_EVERY_S", 0.0)
     rig.hold(bucket, *range(1, 31))
     most_bytes = 10 * rig.FORMAT.object_bytes
-    async with serving(disk_bytes=most_bytes) as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving(disk_bytes=most_bytes) as worker:
         for number in range(1, 31):
             await fetched(worker, number)
             sizes = [path.stat().st_size for path in file.parents[3].rglob("*.safetensors")]
@@ -301,11 +277,10 @@ async def test_the_budget_is_kept(
 
 
 async def test_the_last_objects_are_written_before_the_process_ends(
-    serving: Callable[..., Any], bucket: MemoryStore, file: Path
+    serving: Serving, bucket: MemoryStore, file: Path
 ) -> None:
     rig.hold(bucket, 1)
-    async with serving() as (worker, _):
-        await rig.counted(file.parents[3])
+    async with serving() as worker:
         await fetched(worker)
     assert file.read_bytes() == rig.sealed(1)
     assert not os.listdir(file.parents[3] / "writing")

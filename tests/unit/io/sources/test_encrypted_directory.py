@@ -19,7 +19,6 @@ from s3kv.messages import JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.encryption import SEGMENT_BYTES, Keyring, encrypted_bytes
 from s3kv.place import Place
-from s3kv.stores import disk
 from s3kv.stores.disk import Directory
 from s3kv.stores.store import UNREADABLE
 from s3kv.types import TensorSpec
@@ -36,8 +35,7 @@ def wanted() -> bool:
 
 
 @pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Directory:
-    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
+def plain(tmp_path: Path) -> Directory:
     directory = Directory.open(str(tmp_path / "cache"), "s3kv", 2**30)
     directory.correct(0, None)
     return directory

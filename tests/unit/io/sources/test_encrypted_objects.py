@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +15,14 @@ import pytest
 from lab import constants
 from lab.memory_store import MemoryStore
 from s3kv.config import KEYS_VARIABLE, Config
-from s3kv.errors import StoreUnavailable
 from s3kv.io.sources.bucket import RANGE_BYTES, BucketSource
-from s3kv.io.sources.compressing import Compressor
 from s3kv.io.sources.encrypted_store import EncryptedStore, encrypting
-from s3kv.io.sources.reception import Decoder
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobKind
 from s3kv.objects import encryption, envelope
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.encryption import HEADER_BYTES, Keyring, encrypted_bytes
 from s3kv.place import Place
-from s3kv.stores import disk
 from s3kv.stores.disk import Directory
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
@@ -49,7 +41,6 @@ RING = Keyring([MASTER])
 KEY = rig.object_key(1)
 SEGMENT_BYTES = 2**14
 PART_BYTES = 2**17
-WAYS = pytest.mark.parametrize("range_bytes", [0, PART_BYTES], ids=["whole", "ranges"])
 FORMS = objects.FORMS
 PLAIN, STORED, OTHER = objects.PLAIN, objects.STORED, objects.OTHER
 
@@ -91,6 +82,11 @@ async def bucket() -> Bucket:
     return Bucket()
 
 
+@pytest.fixture(params=[0, PART_BYTES], ids=["whole", "ranges"])
+def range_bytes(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 @contextlib.asynccontextmanager
 async def serving(
     bucket: MemoryStore, range_bytes: int = 0, hedge_percent: float = 0.0, **settings: Any
@@ -103,7 +99,6 @@ async def serving(
 # --- a process ---------------------------------------------------------------------------------
 
 
-@WAYS
 @pytest.mark.parametrize("mode", ["on", "off"])
 async def test_a_chunk_is_stored_encrypted_and_comes_back(
     bucket: Bucket, mode: Any, range_bytes: int
@@ -121,7 +116,6 @@ async def test_a_chunk_is_stored_encrypted_and_comes_back(
         assert (await fetched(worker)).outcome is Outcome.MISSING
 
 
-@WAYS
 async def test_after_a_rotation_objects_of_both_keys_are_read(
     bucket: Bucket, range_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,12 +132,10 @@ async def test_after_a_rotation_objects_of_both_keys_are_read(
         assert len(bucket._objects) == 2
 
 
-@WAYS
 async def test_the_disk_is_asked_first_and_holds_objects_encrypted(
-    bucket: Bucket, tmp_path: Path, range_bytes: int, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, tmp_path: Path, range_bytes: int
 ) -> None:
     """A bad file is deleted, the bucket is asked, and the file is written anew."""
-    monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)
     bucket.hold(KEY, STORED)
     where = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30}
     plain = Directory(tmp_path / "cache", "s3kv", 0)
@@ -151,7 +143,7 @@ async def test_the_disk_is_asked_first_and_holds_objects_encrypted(
     async with serving(bucket, range_bytes, **where) as worker:
         await rig.counted(tmp_path / "cache")
         assert (await fetched(worker)).source == "bucket"
-        await objects.until(file.exists)
+        await rig.until(file.exists)
         right = file.read_bytes()
         assert (len(right), PLAIN[-100:] in right) == (encrypted_bytes(len(PLAIN)), False)
         assert (await fetched(worker)).source == "disk"
@@ -161,7 +153,7 @@ async def test_the_disk_is_asked_first_and_holds_objects_encrypted(
     file.write_bytes(bad)
     async with serving(bucket, range_bytes, **where) as worker:
         assert (await fetched(worker)).source == "bucket"
-        await objects.until(lambda: content(file) not in (b"", bad))
+        await rig.until(lambda: content(file) not in (b"", bad))
         assert (await fetched(worker)).source == "disk"
         assert (await worker.settled()).counters["io_disk_corrupt"] == 1
     assert not plain.file_of(KEY).exists()
@@ -189,7 +181,6 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@WAYS
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("data", [PLAIN, STORED], ids=["plain", "compressed"])
 async def test_a_bad_object_is_a_miss_until_it_is_replaced(
@@ -210,7 +201,6 @@ async def test_a_bad_object_is_a_miss_until_it_is_replaced(
         assert (bucket.reads[None] == 0) == bool(range_bytes), "ranges are given up for no reason"
 
 
-@WAYS
 async def test_a_damaged_object_inside_has_the_reason_of_any_other(
     bucket: Bucket, range_bytes: int
 ) -> None:
@@ -223,17 +213,8 @@ async def test_a_damaged_object_inside_has_the_reason_of_any_other(
 # --- bad reads ---------------------------------------------------------------------------------
 
 
-@WAYS
-@pytest.mark.parametrize("first", FORMS, ids=range(4))
-async def test_a_second_attempt_may_find_another_object(
-    bucket: Bucket, range_bytes: int, first: bytes
-) -> None:
-    for then, data in FORMS.items():
-        bucket.hold(KEY, first)
-        bucket.after = [then]
-        bucket.failures = [StoreUnavailable("cut off")]
-        async with serving(bucket, range_bytes) as worker:
-            assert (await fetched(worker, data=data)).outcome is Outcome.OK
+class TestReads(objects.Reads):
+    serving = staticmethod(serving)
 
 
 @pytest.mark.parametrize("answered", [1, 3, 5])
@@ -253,18 +234,6 @@ async def test_an_object_that_is_replaced_between_ranges_is_never_mixed(
             assert slot in (data, FORMS[first])
 
 
-@WAYS
-@pytest.mark.parametrize("data", [PLAIN, STORED], ids=["plain", "compressed"])
-async def test_a_late_request_writes_nothing_once_another_has_the_place(
-    bucket: Bucket, range_bytes: int, data: bytes
-) -> None:
-    """Nor into the memory of the other."""
-    bucket.hold(KEY, data)
-    async with serving(bucket, range_bytes, hedge_percent=100.0) as worker:
-        await objects.check_a_late_request(bucket, worker)
-
-
-@WAYS
 async def test_a_bad_object_is_no_answer_to_a_second_request(
     bucket: Bucket, range_bytes: int
 ) -> None:
@@ -277,16 +246,6 @@ async def test_a_bad_object_is_no_answer_to_a_second_request(
         assert bucket.landed == [None]
 
 
-@WAYS
-@pytest.mark.parametrize("data", [PLAIN, STORED], ids=["plain", "compressed"])
-async def test_nothing_is_written_after_a_fetch_has_been_cancelled(
-    bucket: Bucket, range_bytes: int, data: bytes
-) -> None:
-    bucket.hold(KEY, data)
-    async with serving(bucket, range_bytes) as worker:
-        await objects.check_cancelled_fetches(bucket, worker)
-
-
 # --- network threads, and ranges of 4 MiB ------------------------------------------------------
 
 LARGE = ChunkFormat(
@@ -296,31 +255,14 @@ LARGE = ChunkFormat(
 LARGE_DATA = compressed.payload(3, LARGE.payload_bytes)
 
 
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
-
-
 @contextlib.asynccontextmanager
 async def opened(url: str, mode: Any) -> AsyncIterator[tuple[ObjectStore, BucketSource]]:
     """The bucket of a server behind three network threads, encrypted."""
     config = Config(bucket=servers.BUCKET, endpoint_url=url)
     with constants.changed(network_threads=3, hedge_percent=100.0):
-        store, rng = EncryptedStore(open_store(config), RING), random.Random(1)
-        refresher = Refresher(store, RefreshRule(math.inf, rng), lambda: False)
-        decoder = Decoder(time.monotonic, compressed.codec(), ThreadPoolExecutor(2))
-        compressor = Compressor(mode, decoder, ThreadPoolExecutor(1), pads=True)
-
-        def borrow(count: int) -> Any:
-            return nullcontext((max(0, count), lambda: None))
-
-        source = BucketSource(store, config, refresher, borrow, rng, compressor)
-        try:
+        store = EncryptedStore(open_store(config), RING)
+        async with compressed.source_of(store, config, mode, pads=True) as source:
             yield store, source
-        finally:
-            compressor.close()
-            await store.close()
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
@@ -439,7 +381,7 @@ async def test_uses_renew_the_encrypted_object(*, is_old: bool) -> None:
     for number in (1, 2):
         refresher.use(rig.object_key(number), lambda outcome, fresh_s: answers.append(outcome))
     tasks = [asyncio.ensure_future(work()) for work in (refresher.look, refresher.run)]
-    await objects.until(lambda: refresher.done and len(answers) == 2)
+    await rig.until(lambda: refresher.done and len(answers) == 2)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

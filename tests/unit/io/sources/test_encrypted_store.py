@@ -13,20 +13,14 @@ from s3kv.errors import StoreUnranged
 from s3kv.io.sources import encrypted_store as module
 from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.objects.encryption import HEADER_BYTES, SEGMENT_BYTES, Keyring, encrypted_bytes
-from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.types import ChunkKey
+from tests.unit.io import rig
 
 MASTER, OTHER = bytes(range(32)), bytes(range(1, 33))
-NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
 LENGTHS = [1, 4096, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 3 * SEGMENT_BYTES + 77]
 
 
-def key_of(number: int) -> str:
-    return NAMESPACE.chunk(ChunkKey(0, number.to_bytes(32, "big")), "whole")
-
-
-KEY = key_of(1)
+KEY = rig.object_key(1)
 DATA = random.Random(1).randbytes(3 * SEGMENT_BYTES + 77)
 
 
@@ -123,35 +117,6 @@ async def test_a_receiver_learns_lengths_of_the_object_inside(store: EncryptedSt
     assert bytes(told.memory or b"") == DATA
 
 
-async def test_one_that_lost_its_claim_writes_nothing(store: EncryptedStore) -> None:
-    await store.put(KEY, held(DATA), if_absent=True)
-    place = apart(len(DATA))
-    await store.get_into(KEY, place, Told(None))
-    assert not any(bytes(place))
-
-
-RANGES = [
-    range(2 * SEGMENT_BYTES),
-    range(SEGMENT_BYTES, 2 * SEGMENT_BYTES),
-    range(2 * SEGMENT_BYTES, len(DATA)),
-    range(3 * SEGMENT_BYTES, 4 * SEGMENT_BYTES),
-    range(2 * SEGMENT_BYTES, len(DATA) + 9),
-]
-
-
-@pytest.mark.parametrize("bounds", RANGES)
-async def test_a_range_comes_back(store: EncryptedStore, bounds: range) -> None:
-    await store.put(KEY, held(DATA), if_absent=True)
-    place = apart(len(bounds), seam=4096 if bounds.start == 0 else 0)
-    told = Told(place)
-    info = await store.get_range(KEY, bounds.start, place, told if bounds.start == 0 else None)
-    assert info is not None
-    assert info.nbytes == len(DATA)
-    wanted = DATA[bounds.start : bounds.stop]
-    assert bytes(place)[: len(wanted)] == wanted
-    assert await store.get_range(key_of(2), bounds.start, place) is None
-
-
 @pytest.mark.parametrize("room", [1, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 1])
 async def test_an_object_that_is_too_long_is_left_unread(store: EncryptedStore, room: int) -> None:
     await store.put(KEY, held(DATA), if_absent=True)
@@ -212,7 +177,7 @@ async def test_an_attack_gives_an_object_that_is_unreadable(
     key, data = only(bucket)
     others = {}
     for name, keyring, other in (
-        ("another object", Keyring([MASTER]), key_of(2)),
+        ("another object", Keyring([MASTER]), rig.object_key(2)),
         ("another key's", Keyring([OTHER]), KEY),
     ):
         elsewhere = MemoryStore()
@@ -227,7 +192,7 @@ async def test_an_attack_gives_an_object_that_is_unreadable(
     for begin in range(0, len(DATA), SEGMENT_BYTES):
         place = apart(min(SEGMENT_BYTES, len(DATA) - begin), 0)
         try:
-            info = await store.get_range(KEY, begin, place)
+            info = await store.get_into(KEY, place, first=begin)
         except StoreUnranged:
             info = None
         lengths.add(None if info is None else info.nbytes)
@@ -259,7 +224,7 @@ async def test_after_a_rotation_old_objects_are_read_and_new_ones_have_the_new_k
     old_key, _ = only(bucket)
     rotated = EncryptedStore(bucket, Keyring([OTHER, MASTER]))
     assert await read(rotated, len(DATA)) == (len(DATA), DATA)
-    info = await rotated.get_range(KEY, 0, apart(SEGMENT_BYTES))
+    info = await rotated.get_into(KEY, apart(SEGMENT_BYTES), first=0)
     assert info is not None
     assert info.nbytes == len(DATA)
     head = await rotated.head(KEY)
@@ -286,13 +251,13 @@ async def test_an_absent_object_costs_one_request_for_each_key(bucket: MemorySto
 async def test_what_is_no_object_passes_as_it_is(
     store: EncryptedStore, bucket: MemoryStore
 ) -> None:
-    for key in (NAMESPACE.manifest, NAMESPACE.shape("whole"), "s3kv/v3/cleaner.json"):
+    for key in (rig.NAMESPACE.manifest, rig.NAMESPACE.shape("whole"), "s3kv/v3/cleaner.json"):
         assert await store.put(key, Place.of(b"text"), if_absent=True)
         assert bucket._objects[key][0] == b"text"
         place = Place.of(bytearray(4))
         assert await store.get_into(key, place)
         assert bytes(place) == b"text"
-        assert await store.get_range(key, 1, Place.of(bytearray(2)))
+        assert await store.get_into(key, Place.of(bytearray(2)), first=1)
         assert await store.head(key)
         assert await store.refresh(key, 1e12)
         assert await store.delete(key)
@@ -303,11 +268,11 @@ async def test_a_listing_has_the_keys_of_encrypted_objects_which_can_be_used(
     store: EncryptedStore, bucket: MemoryStore
 ) -> None:
     for number in range(3):
-        await store.put(key_of(number), held(DATA[:100]), if_absent=True)
-    listed = [info async for info in store.list(NAMESPACE.root)]
+        await store.put(rig.object_key(number), held(DATA[:100]), if_absent=True)
+    listed = [info async for info in store.list(rig.NAMESPACE.root)]
     assert [info.nbytes for info in listed] == [encrypted_bytes(100)] * 3
-    assert await store.folders("s3kv/v3/", 5) == [NAMESPACE.digest]
-    assert await store.check(NAMESPACE.root)
+    assert await store.folders("s3kv/v3/", 5) == [rig.NAMESPACE.digest]
+    assert await store.check(rig.NAMESPACE.root)
     assert await store.delete_many(listed[:1]) == []
     assert await store.delete(listed[1].key, if_etag=listed[1].etag)
     place = Place.of(bytearray(encrypted_bytes(100)))
@@ -345,7 +310,8 @@ async def test_memory_is_bounded_and_given_back(
     monkeypatch.setattr(bucket, "begin", begin)
     data = DATA[:SEGMENT_BYTES]
     writes = [
-        asyncio.ensure_future(store.put(key_of(n), held(data), if_absent=True)) for n in range(6)
+        asyncio.ensure_future(store.put(rig.object_key(n), held(data), if_absent=True))
+        for n in range(6)
     ]
     for _ in range(50):
         await asyncio.sleep(0)
@@ -355,7 +321,7 @@ async def test_memory_is_bounded_and_given_back(
     assert most == 2 * encrypted_bytes(SEGMENT_BYTES)
     assert store._written.leased_bytes == 0
     assert len(bucket._objects) == 5
-    assert await read(store, len(data), key_of(5)) == (len(data), data)
+    assert await read(store, len(data), rig.object_key(5)) == (len(data), data)
     assert store._read.leased_bytes == 0
 
 
@@ -373,7 +339,8 @@ async def test_no_read_waits_for_writes_that_hang(
 
     monkeypatch.setattr(bucket, "begin", begin)
     writes = [
-        asyncio.ensure_future(store.put(key_of(n), held(DATA), if_absent=True)) for n in range(2)
+        asyncio.ensure_future(store.put(rig.object_key(n), held(DATA), if_absent=True))
+        for n in range(2)
     ]
     await asyncio.sleep(0.01)
     assert await asyncio.wait_for(read(store, len(DATA)), 5) == (len(DATA), DATA)

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from s3kv.errors import StoreUnavailable
-from s3kv.io.sources.hedging import Claim, Lateness, Unanswered, hedged
+from s3kv.io.sources.hedging import Arrival, Claim, Lateness, Unanswered, hedged
+from s3kv.place import Place
 
 Play = Callable[[Claim], Awaitable[int]]
 
@@ -313,3 +314,18 @@ async def test_cancelling_ends_both() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert requests.running == 0
+
+
+def test_a_read_lands_where_the_length_says_if_its_claim_is_granted() -> None:
+    place, landed = Place.of(bytearray(10)), list[int]()
+
+    def land(nbytes: int) -> Place:
+        landed.append(nbytes)
+        return place.cut(10 - nbytes, 10)
+
+    assert Arrival(lambda: False, land).begin(3) is None
+    assert landed == []
+    memory = Arrival(lambda: True, land).begin(3)
+    assert memory is not None
+    memory.write(b"end")
+    assert bytes(place) == bytes(7) + b"end"

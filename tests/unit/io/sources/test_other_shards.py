@@ -20,16 +20,14 @@ from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects import envelope
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import XXH3, Integrity
-from s3kv.objects.keys import Namespace
 from s3kv.objects.rearranging import Pages
 from s3kv.objects.shards import Shard
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.types import ChunkKey, Outcome, TensorSpec
 from tests.unit.io import compressed, rig
-from tests.unit.io.rig import Worker
+from tests.unit.io.rig import NAMESPACE, Worker
 
-NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
 HEADS, LAYERS, BLOCKS, TOKENS, CONTENT = 4, 2, 2, 32, 16
 PAGES = Pages("HNC")
 WHOLE = Shard(range(HEADS), HEADS, range(LAYERS), LAYERS)
@@ -103,7 +101,7 @@ class Bucket(MemoryStore):
         await self.put(NAMESPACE.shape(shard.name), Place.of(b""), if_absent=True)
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         shard = key.partition("/g0-")[2].removesuffix(".safetensors")
         self.reads[key] += 1
@@ -115,7 +113,7 @@ class Bucket(MemoryStore):
                 await self.gates[shard].wait()
             if self.failures.get(key):
                 raise self.failures[key].pop(0)
-            return await super().get_into(key, place, receiver)
+            return await super().get_into(key, place, receiver, first)
         finally:
             self.running[shard] -= 1
 

@@ -12,8 +12,7 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreThrottled
-from s3kv.io.sources.arrival import Arrival
-from s3kv.io.sources.hedging import Claim
+from s3kv.io.sources.hedging import Arrival, Claim
 from s3kv.io.sources.pacing import Pacing, Window
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo

@@ -50,22 +50,18 @@ class Bucket(MemoryStore):
         """What the object is replaced with after the next ranges have been answered."""
 
     async def get_into(
-        self, key: str, place: Place, receiver: Receiver | None = None
-    ) -> ObjectInfo | None:
-        self.reads[None] += 1
-        return await super().get_into(key, place, receiver)
-
-    async def get_range(
-        self, key: str, first: int, place: Place, receiver: Receiver | None = None
+        self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
         self.reads[first] += 1
+        if first is None:
+            return await super().get_into(key, place, receiver)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             await self.gate.wait()
             if self.failures.get(first):
                 raise self.failures[first].pop(0)
-            return await super().get_range(key, first, place, receiver)
+            return await super().get_into(key, place, receiver, first)
         except asyncio.CancelledError:
             await self.unwound.wait()
             memory = landing(place, receiver, place.nbytes, rig.FORMAT.object_bytes)
@@ -96,11 +92,6 @@ async def fetching(bucket: Bucket, **settings: Any) -> AsyncIterator[Worker]:
 async def fetched(worker: Worker) -> JobEnd:
     worker.say(rig.fetch(3, number=1))
     return (await worker.done(1))[3]
-
-
-async def until(condition: Any) -> None:
-    while not condition():  # noqa: ASYNC110 - nobody sets an event
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("unit", [1, 4096])
@@ -254,7 +245,7 @@ async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket) -> None:
     bucket.unwound.clear()
     async with fetching(bucket) as worker:
         worker.say(rig.fetch(3, number=1))
-        await until(lambda: bucket.running == RANGES)
+        await rig.until(lambda: bucket.running == RANGES)
         worker.say(wire.Cancel(3))
         assert (await worker.settled()).running == RANGES
         bucket.unwound.set()
@@ -266,7 +257,7 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket) -> None:
     bucket.gate.clear()
     async with fetching(bucket, max_inflight_requests=8) as worker:
         worker.say(*(rig.fetch(number) for number in range(3)))
-        await until(lambda: bucket.running == 6)
+        await rig.until(lambda: bucket.running == 6)
         assert (await worker.settled()).running == 6
         worker.say(*(rig.fetch(number) for number in range(3, 7)))
         stats = await worker.settled()
@@ -286,7 +277,7 @@ async def test_a_late_range_is_hedged(bucket: Bucket) -> None:
         bucket.reads.clear()
         bucket.gate.clear()
         worker.say(rig.fetch(3, number=1))
-        await until(lambda: bucket.reads.total() > RANGES)
+        await rig.until(lambda: bucket.reads.total() > RANGES)
         bucket.gate.set()
         assert (await worker.done(1))[3].outcome is Outcome.OK
         assert bytes(worker.slot(3)) == rig.sealed(1)

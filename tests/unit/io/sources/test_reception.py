@@ -25,7 +25,7 @@ from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
 from s3kv.types import ItemShape, TensorSpec
 from tests.unit.io import compressed, rig
-from tests.unit.io.compressed import FORMAT
+from tests.unit.io.compressed import FORMAT, Held
 
 HASH = rig.chunk(1).block_hash
 DATA, OTHER_DATA = compressed.payload(1), compressed.payload(2)
@@ -41,21 +41,6 @@ class AtOnce(Executor):
         future = Future[Any]()
         future.set_result(fn(*args, **kwargs))
         return future
-
-
-class Held:
-    """A codec that waits before it decodes. begun: it waits. decoded: number of segments."""
-
-    def __init__(self) -> None:
-        self.begun, self.gate = threading.Event(), threading.Event()
-        self.decoded = 0
-        self.encode = compressed.codec().encode
-
-    def decode(self, data: memoryview, target: memoryview, item_bytes: int) -> bool:
-        self.begun.set()
-        assert self.gate.wait(60)
-        self.decoded += 1
-        return compressed.codec().decode(data, target, item_bytes)
 
 
 @pytest.fixture
@@ -369,12 +354,12 @@ async def test_nothing_is_written_after_it_has_been_stopped(
     assert not stopping.done(), "a thread is writing to the place"
     codec.gate.set()
     await stopping
-    assert codec.decoded == 1
+    assert codec.done == 1
     left = bytes(job.place)
     reception.progress(len(STORED))
     pool.shutdown()
     assert bytes(job.place) == left
-    assert codec.decoded == 1
+    assert codec.done == 1
 
 
 async def test_a_cancellation_does_not_shorten_the_end(pool: ThreadPoolExecutor) -> None:
@@ -398,7 +383,7 @@ async def test_a_cancellation_does_not_shorten_the_end(pool: ThreadPoolExecutor)
     codec.gate.set()
     with pytest.raises(asyncio.CancelledError):
         await fetching
-    assert codec.decoded == 1
+    assert codec.done == 1
 
 
 async def test_one_that_waits_for_a_thread_is_stopped(pool: ThreadPoolExecutor) -> None:
@@ -415,15 +400,14 @@ async def test_one_that_waits_for_a_thread_is_stopped(pool: ThreadPoolExecutor) 
     await stopping
     for reception in receptions[:2]:
         assert await reception.check(len(STORED)) is None
-    assert codec.decoded == 6
+    assert codec.done == 6
 
 
 async def test_a_thread_that_fails_fails_the_reception(pool: ThreadPoolExecutor) -> None:
-    class Failing(Held):
-        def decode(self, data: memoryview, target: memoryview, item_bytes: int) -> bool:
-            raise MemoryError("full")
-
-    decoder = decoder_of(pool, Failing())
+    failing = Held()
+    failing.error = MemoryError("full")
+    failing.gate.set()
+    decoder = decoder_of(pool, failing)
     with pytest.raises(MemoryError):
         await receive(Reception(decoder, job_of()), STORED, 9)
     assert not any(decoder.counters.values())

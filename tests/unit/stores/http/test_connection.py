@@ -25,13 +25,10 @@ GET = Request("GET", "/k", {"Host": "test"})
 PATIENT = Patience(connect_ms=20_000, first_byte_ms=20_000, progress_ms=20_000, min_bytes_per_s=1)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return servers.self_signed(tmp_path_factory.mktemp("tls") / "server.pem", "IP:127.0.0.1")
-
-
 @asynccontextmanager
-async def lost_connection(certificate: Path) -> AsyncIterator[tuple[Pool, Connection]]:
+async def lost_connection(
+    certificate: Path, there: ssl.SSLContext
+) -> AsyncIterator[tuple[Pool, Connection]]:
     """A pool with an idle TLS connection that the server has reset. The loop has seen that in the
     turn before this one, and tells the connection in this one."""
     reset = asyncio.Event()
@@ -50,8 +47,6 @@ async def lost_connection(certificate: Path) -> AsyncIterator[tuple[Pool, Connec
         writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
         await reader.read()
 
-    there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    there.load_cert_chain(certificate)
     here = ssl.create_default_context(cafile=f"{certificate}.crt")
     async with servers.scripted_server(serve, answer, tls=there) as port:
         pool = Pool("127.0.0.1", port, tls=here, size=2, patience=PATIENT)
@@ -93,9 +88,10 @@ def test_a_lost_connection_is_left_alone(
     act: Callable[[Pool], Coroutine[Any, Any, None]],
     new_loop: Callable[[], asyncio.AbstractEventLoop],
     certificate: Path,
+    server_tls: ssl.SSLContext,
 ) -> None:
     async def run() -> None:
-        async with lost_connection(certificate) as (pool, connection):
+        async with lost_connection(certificate, server_tls) as (pool, connection):
             assert connection._transport is not None, "it has been told"
             await act(pool)
             assert connection.closed.done()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,16 +39,3 @@ async def opened(url: str | None = None, **settings: Any) -> AsyncIterator[Objec
 def s3_store(request: pytest.FixtureRequest) -> OpenStore:
     """`opened`, with one of the clients."""
     return lambda url=None, **settings: opened(url, client=request.param, **settings)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate for 127.0.0.1, with its key in the same file."""
-    return servers.self_signed(tmp_path_factory.mktemp("tls") / "server.pem", "IP:127.0.0.1")
-
-
-@pytest.fixture
-def server_tls(certificate: Path) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
-    return context

@@ -49,7 +49,7 @@ async def test_an_answer_that_is_not_the_range(s3_store: OpenStore, answer: byte
     receiver = Recorder(place)
     async with servers.canned(b"HTTP/1.1 " + answer + b"data") as at, s3_store(at.url) as store:
         with pytest.raises(StoreUnranged):
-            await store.get_range("k", 2, place, receiver)
+            await store.get_into("k", place, receiver, 2)
     assert "range: bytes=2-5" in at.heads[0].lower()
     assert (bytes(place), receiver.begun) == (bytes(4), [])
 
@@ -74,7 +74,7 @@ async def test_a_range_counts_as_its_own_bytes(s3_store: OpenStore) -> None:
     answer = servers.http("data", 206, "Content-Range: bytes 2-5/900\r\n")
     buffer = memoryview(bytearray(4))
     async with servers.canned(answer) as at, s3_store(at.url) as store:
-        info = await store.get_range("k", 2, Place.of(buffer))
+        info = await store.get_into("k", Place.of(buffer), first=2)
     assert (info.nbytes, bytes(buffer)) == (900, b"data")
     assert store.traffic.received_bytes == 4
 

@@ -8,7 +8,6 @@ import json
 import logging
 import ssl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from tests import servers
 CONFIG = Config(bucket="bkt", region=servers.REGION)
 ENDPOINT = "AWS_ENDPOINT_URL_KMS"
 PLAIN = bytes(range(32))
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +53,10 @@ def answering(plain: bytes) -> bytes:
 
 
 async def test_a_data_key_is_decrypted(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    moto_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(ENDPOINT, endpoint)
-    first, second = servers.data_key(endpoint), servers.data_key(endpoint)
+    monkeypatch.setenv(ENDPOINT, moto_url)
+    first, second = servers.data_key(moto_url), servers.data_key(moto_url)
     plain = await decrypted(CONFIG, first)
     assert len(plain) == 32
     assert plain == await decrypted(CONFIG, first)
@@ -89,10 +82,10 @@ async def test_the_request_is_signed_for_the_region_of_the_settings(
 
 @pytest.mark.parametrize("damage", ["something else", "cut", "changed"])
 async def test_other_data_is_no_data_key(
-    damage: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    damage: str, moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ENDPOINT, endpoint)
-    whole = servers.data_key(endpoint)
+    monkeypatch.setenv(ENDPOINT, moto_url)
+    whole = servers.data_key(moto_url)
     changed = whole[:-1] + bytes([whole[-1] ^ 1])
     bad = {"something else": bytes(20), "cut": whole[:-1], "changed": changed}
     told = await refusal(bad[damage])

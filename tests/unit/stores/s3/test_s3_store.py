@@ -8,7 +8,6 @@ import logging
 import re
 import ssl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ from tests.unit.stores.relay import relay
 from tests.unit.stores.s3.conftest import opened
 from tests.unit.stores.s3.test_address import ACCOUNT, POINT
 from tests.unit.stores.suite import fetch, pattern
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with servers.moto_server() as found:
-        yield found
-
 
 PROXY = {"HTTPS_PROXY": "http://u:secret@proxy.example:3128"}
 
@@ -114,22 +106,22 @@ async def use(url: str) -> None:
 
 
 async def test_plain_requests_go_through_the_proxy(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    moto_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with relay() as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
-        await use(url)
+        await use(moto_url)
         asked = [line.split("?")[0] for line in proxy.asked]
-        object_url = f"{url}/{servers.BUCKET}/relayed"
+        object_url = f"{moto_url}/{servers.BUCKET}/relayed"
         assert asked == [
-            f"GET {url}/{servers.BUCKET}",
+            f"GET {moto_url}/{servers.BUCKET}",
             f"PUT {object_url}/k",
             f"GET {object_url}/k",
             f"HEAD {object_url}/none",
             f"DELETE {object_url}/k",
         ]
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        await use(url)
+        await use(moto_url)
         assert proxy.asked[5:] == []
 
 

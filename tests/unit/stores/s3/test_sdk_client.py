@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 from unittest import mock
@@ -105,7 +105,7 @@ class Script:
         first, nbytes = self._rng.choice([0, 1, 999, 69_000]), self._rng.choice([1, 1000, 300_000])
         place = apart(nbytes + 5000)
         receiver = Recorder(place.cut(5000, place.nbytes))
-        info = await self._store.get_range(self._key(), first, place.cut(0, nbytes), receiver)
+        info = await self._store.get_into(self._key(), place.cut(0, nbytes), receiver, first)
         return info, receiver.begun, bytes(place)
 
     async def _head(self) -> Any:
@@ -150,12 +150,6 @@ async def _play(url: str, bucket: str) -> None:
         counted = [{k: n for k, n in store.traffic.requests.items() if n} for store in stores]
         assert counted[0] == counted[1]
         assert stores[0].traffic.received_bytes == stores[1].traffic.received_bytes
-
-
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
 
 
 async def test_random_operations_on_moto(moto_url: str) -> None:
