@@ -41,9 +41,9 @@ class MemoryLimits:
     @property
     def available_bytes(self) -> int:
         """Bytes this process could still get."""
-        if self.container_bytes is None:
+        if self.container_bytes is None or self.container_used_bytes is None:
             return self.machine_bytes
-        left_bytes = self.container_bytes - (self.container_used_bytes or 0)
+        left_bytes = self.container_bytes - self.container_used_bytes
         return max(0, min(self.machine_bytes, left_bytes))
 
     def __str__(self) -> str:
@@ -51,8 +51,7 @@ class MemoryLimits:
         told = f"{self.machine_bytes:,} bytes of memory are available on this machine"
         if self.container_bytes is not None:
             told += f", the container may have {self.container_bytes:,}"
-            if self.container_used_bytes is not None:
-                told += f" and uses {self.container_used_bytes:,}"
+            told += f" and uses {self.container_used_bytes:,}"
         locked = self.locked_bytes
         lock = "any amount" if locked is None else f"{locked:,} (ulimit -l)"
         return f"{told}, a process may lock {lock}"

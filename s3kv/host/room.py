@@ -49,10 +49,6 @@ class EqualSlots:
         self.unit_bytes = unit_bytes
         self._free = list(range(count - 1, -1, -1))
 
-    @property
-    def free_units(self) -> int:
-        return len(self._free)
-
     def allocate(self, units: int) -> int | None:
         return self._free.pop() if self._free else None
 
@@ -69,13 +65,12 @@ class EqualSlots:
 class Extents:
     """Room for entries of different sizes: extents in a slab of `count` pages."""
 
-    __slots__ = ("_free", "_starts", "_taken", "count", "free_units")
+    __slots__ = ("_free", "_starts", "_taken", "count")
 
     unit_bytes = PAGE_BYTES
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.free_units = 0
         self._taken: dict[int, int] = {}
         self._starts: list[int] = []
         """The keys of `_taken`, sorted."""
@@ -104,7 +99,6 @@ class Extents:
         for order in range(order_of(units), len(self._free)):
             if self._free[order]:
                 start = self._free[order].pop()
-                self.free_units -= 1 << order
                 self._taken[start] = units
                 insort(self._starts, start)
                 self._give_back(start + units, (1 << order) - units)
@@ -151,7 +145,6 @@ class Extents:
 
     def _give_back(self, start: int, pages: int) -> None:
         """Free these pages, in blocks as large as alignment allows, joined with their buddies."""
-        self.free_units += pages
         end = start + pages
         while start < end:
             order = (end - start).bit_length() - 1

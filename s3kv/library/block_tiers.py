@@ -102,7 +102,9 @@ class BlockTiers:
         assert number is not None, "it has just been named"
 
         async def save(job: Job) -> bool:
-            return await self._saved(job, hot, number, stream)
+            saved = self._save(hot, job, number, stream)
+            await asyncio.wait([saved])
+            return saved.result()
 
         putting = asyncio.get_running_loop().create_task(self.host.put_by(key, save))
         self._waiting_puts.add(putting)
@@ -124,11 +126,6 @@ class BlockTiers:
         self.host.pump.start(saved)
         self.host.pump.wake()
         return saved
-
-    async def _saved(self, job: Job, hot: DeviceBlocks, number: int, stream: CallerStream) -> bool:
-        saved = self._save(hot, job, number, stream)
-        await asyncio.wait([saved])
-        return saved.result()
 
     # --- from host memory ------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""The rule for how long a request waits: `decide`, a pure function of `WaitFacts`.
+"""The rule for how long a request waits: `decide`, a pure function of `WaitFacts`, and what follows
+from it (`goes_on`).
 
 A request waits for chunks only while that is expected to be faster than to compute them. So no
 request waits for a bucket that is known to be slow; its chunks arrive later and serve others. A
@@ -9,8 +10,11 @@ the time to compute the chunks. Encoder outputs follow the same rule, with rows 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from s3kv.types import Tally
 
 GAIN = 0.9
 """Largest expected fetch time that is worth a wait, as a share of the computing time. The rest is a
@@ -109,17 +113,23 @@ class WaitFacts:
     gate: bool
 
 
-class Deadline(NamedTuple):
-    """Time until which a wait lasts if nothing new happens; if it is not after now, the wait ends.
-    pays: False if it ends because it does not pay. Otherwise its end shows that fetches are slow.
+def goes_on(facts: WaitFacts, counters: Tally, gave_up: Callable[[float], object]) -> bool:
+    """Whether the wait goes on: until its deadline, if nothing wakes it. Its end is counted.
+    gave_up: called with the seconds since the last arrival if the end shows that fetches are slow.
     """
+    wait, now_s, until_s = facts.wait, facts.now_s, decide(facts)
+    if now_s < until_s:
+        wait.until_s = until_s
+        return True
+    counters["deadline_cuts"] += 1
+    if until_s > -math.inf and wait.arrived_s < now_s:
+        gave_up(now_s - wait.arrived_s)
+    return False
 
-    until_s: float
-    pays: bool = True
 
-
-def decide(facts: WaitFacts) -> Deadline:
-    """The deadline of a wait. The first case that applies counts.
+def decide(facts: WaitFacts) -> float:
+    """The deadline of a wait: the time until which it lasts if nothing new happens; minus infinity
+    if it does not pay. The first case that applies counts.
 
     | case | deadline |
     |---|---|
@@ -139,19 +149,19 @@ def decide(facts: WaitFacts) -> Deadline:
     wait, forecast = facts.wait, facts.forecast
     latest_s = wait.started_s + facts.max_wait_s
     if not facts.gate:
-        return Deadline(latest_s)
+        return latest_s
     all_s, worth_s = forecast.all_s, GAIN * facts.compute_s * likely(facts)
     if all_s is not None and all_s >= worth_s:
         late_s = max(wait.asked_s, wait.arrived_s) + LATE * all_s
         if facts.now_s >= late_s or wait.asked_s + all_s - facts.now_s >= worth_s:
-            return Deadline(-math.inf, pays=False)
+            return -math.inf
         latest_s = min(latest_s, late_s)
     patience_s = PATIENCE_S
     if forecast.fetch_s is not None:
         for_much_s = min(PATIENCE_S, PATIENCE_COMPUTE * facts.compute_s * facts.missing)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FETCHES * forecast.fetch_s, for_much_s)
     computed_s = wait.started_s + facts.compute_s * wait.wanted
-    return Deadline(min(latest_s, computed_s, wait.arrived_s + patience_s))
+    return min(latest_s, computed_s, wait.arrived_s + patience_s)
 
 
 def likely(facts: WaitFacts) -> float:

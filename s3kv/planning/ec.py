@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from s3kv.host.table import Entry
 from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.objects.item_format import MAX_ITEM_BYTES
-from s3kv.planning.deadline import Deadline, Forecast, Wait, WaitFacts, decide
+from s3kv.planning.deadline import Forecast, Wait, WaitFacts, goes_on
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
@@ -119,14 +119,13 @@ class ECPlanner:
             request.as_of = self._news
         if now_s < request.wait.until_s:
             return True
-        deadline = self._deadline(request, now_s)
-        if now_s < deadline.until_s:
-            request.wait.until_s = deadline.until_s
-            return True
-        if deadline.pays and request.wait.arrived_s < now_s:
-            self._times(request).gave_up(now_s - request.wait.arrived_s)
+
+        def gave_up(waited_s: float) -> None:
+            self._times(request).gave_up(waited_s)
             self._news += 1
-        self.counters["deadline_cuts"] += 1
+
+        if goes_on(self._facts(request, now_s), self.counters, gave_up):
+            return True
         for identifier, job in request.pending.items():
             job.waiters.remove((request_id, identifier))
             self._late.add(job.job_id)
@@ -181,23 +180,21 @@ class ECPlanner:
             self._fetches.append(job.for_bucket(shape))
         return job
 
-    def _deadline(self, request: _ItemRequest, now_s: float) -> Deadline:
+    def _facts(self, request: _ItemRequest, now_s: float) -> WaitFacts:
         last = max(job.job_id for job in request.pending.values())
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
         fetch = self._times(request)
-        return decide(
-            WaitFacts(
-                now_s=now_s,
-                wait=request.wait,
-                missing=missing_rows,
-                unproven=0,
-                compute_s=self.pace.encode_s(1),
-                forecast=Forecast(fetch.at(bytes_ahead), fetch.measured(bytes_ahead)),
-                max_wait_s=self._settings.max_wait_s,
-                gate=self._settings.recompute_gate,
-            )
+        return WaitFacts(
+            now_s=now_s,
+            wait=request.wait,
+            missing=missing_rows,
+            unproven=0,
+            compute_s=self.pace.encode_s(1),
+            forecast=Forecast(fetch.at(bytes_ahead), fetch.measured(bytes_ahead)),
+            max_wait_s=self._settings.max_wait_s,
+            gate=self._settings.recompute_gate,
         )
 
     def _times(self, request: _ItemRequest) -> FetchTime:

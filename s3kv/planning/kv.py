@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import CopyPart, JobKind, LoadJob, StepPlan, StepReport
-from s3kv.planning.deadline import WaitFacts, decide
+from s3kv.planning.deadline import WaitFacts, goes_on
 from s3kv.planning.group_kinds import Coverage, blocks_after, check_coverages
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
@@ -218,27 +218,22 @@ class KVPlanner:
         # Chunks of other requests also arrive before the last of these.
         awaited = lookup.awaited()
         ahead, near = self.ledger.fetches_ahead_of(awaited), all(job.near for job in awaited)
-        deadline = decide(
-            WaitFacts(
-                now_s=now_s,
-                wait=wait,
-                missing=lookup.limit - lookup.secured,
-                unproven=lookup.unproven,
-                compute_s=pace.compute_s(self._chunk_tokens),
-                forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds, near=near),
-                max_wait_s=self._settings.max_wait_s,
-                gate=self._settings.recompute_gate,
-            )
+        facts = WaitFacts(
+            now_s=now_s,
+            wait=wait,
+            missing=lookup.limit - lookup.secured,
+            unproven=lookup.unproven,
+            compute_s=pace.compute_s(self._chunk_tokens),
+            forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds, near=near),
+            max_wait_s=self._settings.max_wait_s,
+            gate=self._settings.recompute_gate,
         )
-        if now_s < deadline.until_s:
-            request.step(RequestEvent.WAIT)
-            if not lookup.has_more:
-                wait.until_s = deadline.until_s
-            return True
-        self.counters["deadline_cuts"] += 1
-        if deadline.pays and wait.arrived_s < now_s:
-            pace.gave_up(now_s - wait.arrived_s, ahead, near=near)
-        return False
+        if not goes_on(facts, self.counters, lambda s: pace.gave_up(s, ahead, near=near)):
+            return False
+        request.step(RequestEvent.WAIT)
+        if lookup.has_more:
+            wait.wake()
+        return True
 
     def _offer(self, request: PlannedRequest) -> Answer:
         for lookup in request.lookups:

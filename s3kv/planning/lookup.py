@@ -166,9 +166,7 @@ class Lookup(ABC):
         """Whether it still needs the chunk at `position`."""
 
     @abstractmethod
-    def collect(
-        self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
-    ) -> None:
+    def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
         """Lease resident chunks, and order at most `orders` fetches. local_tokens: in the engine's
         own cache. aim: length to resume at, at most; None: all that may be loaded."""
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.deadline import Wait, WaitFacts, decide
+from s3kv.planning.deadline import Wait, WaitFacts, goes_on
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
@@ -256,24 +256,18 @@ class OffloadPlanner:
         wait.wanted = max(1, len(request.promised) + retries)
         near = {self.transfers.jobs[job_id].near for job_id in request.fetching.values()} == {True}
         rounds = (retries // request.window).bit_length()
-        deadline = decide(
-            WaitFacts(
-                now_s=now_s,
-                wait=wait,
-                missing=missing,
-                unproven=request.probes,
-                compute_s=self._compute_s,
-                forecast=self.pace.forecast(missing, rounds, near=near),
-                max_wait_s=self._max_wait_s,
-                gate=self._recompute_gate,
-            )
+        facts = WaitFacts(
+            now_s=now_s,
+            wait=wait,
+            missing=missing,
+            unproven=request.probes,
+            compute_s=self._compute_s,
+            forecast=self.pace.forecast(missing, rounds, near=near),
+            max_wait_s=self._max_wait_s,
+            gate=self._recompute_gate,
         )
-        if now_s < deadline.until_s:
-            wait.until_s = deadline.until_s
+        if goes_on(facts, self.counters, lambda s: self.pace.gave_up(s, missing, near=near)):
             return
-        if deadline.pays and wait.arrived_s < now_s:
-            self.pace.gave_up(now_s - wait.arrived_s, missing, near=near)
-        self.counters["deadline_cuts"] += 1
         request.is_closed = True
         self.transfers.cancels += request.fetching.values()
         self._slow.update(dict.fromkeys(request.fetching, now_s + self._max_wait_s))

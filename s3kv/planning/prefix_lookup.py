@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from s3kv.messages import JobKind
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState
-from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Lookup
+from s3kv.planning.lookup import Lookup
 from s3kv.types import Outcome
 
 KNOWN_WINDOW_CHUNKS = 256
@@ -64,9 +64,7 @@ class PrefixLookup(Lookup):
     def looks_ahead(self) -> bool:
         return self.end is None
 
-    def collect(
-        self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
-    ) -> None:
+    def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
         """Lease resident chunks from the first missing one on, and request more, all before `end`.
         Where every chunk makes the hit longer, chunks between `end` and `aim` are leased, too."""
         self.is_open = True

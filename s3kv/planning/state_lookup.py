@@ -13,7 +13,7 @@ from s3kv.host.table import Entry
 from s3kv.messages import JobKind
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState
-from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Lookup
+from s3kv.planning.lookup import Lookup
 from s3kv.types import Outcome
 
 MISSES_PER_LOOKUP = 64
@@ -51,9 +51,7 @@ class StateLookup(Lookup):
     def limit(self) -> int:
         return max(self.aim, self.ready)
 
-    def collect(
-        self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
-    ) -> None:
+    def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
         """Lease the last resident chunk, and request later ones."""
         table = self.ledger.table
         self.is_open = True

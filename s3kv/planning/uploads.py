@@ -4,9 +4,8 @@
     UNSAVED ──hit──▶ WANTED ──taken──▶ uploading ──acknowledged──▶ saved
        └──────────────┴──evicted──▶ absent
 
-An unsaved key is only in host memory. It may still be evicted: an outage must not fill host memory
-with data that cannot be uploaded. Its upload is tried again only after a hit, which shows that the
-data is worth it.
+An unsaved key is only in host memory, and may be evicted. Its upload is tried again only after a
+hit, which shows that the data is worth it.
 
 The caller (`most`) and a separate breaker limit the uploads that are tried again. The breaker
 counts only uploads, and every kind of failure. While writes fail or are denied, it lets one upload
@@ -44,7 +43,7 @@ class Retry(NamedTuple):
 
 
 class UploadRetries(list[Retry]):
-    """Heap of the uploads that wait for their next attempt. Pure; time comes in as an argument."""
+    """Heap of the uploads that wait for their next attempt."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,6 @@ BEHAVIOURS = {
     "planning/test_near.py",
     "planning/test_neighbours.py",
     "planning/test_slow_bucket.py",
-    "planning/test_state_machine.py",
     "planning/test_uses.py",
 }
 """Test files for a behaviour that spans modules. Any other is named after its module."""

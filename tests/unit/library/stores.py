@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,24 +86,31 @@ async def gives(store: TieredStore, number: int, shapes: Shapes = SHAPES) -> boo
 
 
 class SlowThreads(ThreadPoolExecutor):
-    """The threads of a loop, which begin nothing while the gate is shut. In `asyncio.to_thread`
-    and in `run_in_executor` the work has begun all the same: nobody can call it back."""
+    """The threads of the running loop, which wait before they begin anything. In
+    `asyncio.to_thread` and in `run_in_executor` the work has begun all the same: nobody can call it
+    back.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
+    delay: called when work is given to them; what it returns is called in the thread, and waits.
+    """
+
+    def __init__(self, delay: Callable[[], Callable[[], object]]) -> None:
+        super().__init__(max_workers=8)
+        self._delay = delay
+        asyncio.get_running_loop().set_default_executor(self)
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        wait = self._delay()
+
         def late() -> Any:
-            assert self.gate.wait(30)
+            assert wait() is not False, "the gate stayed shut"
             return work(*args, **named)
 
         return super().submit(late)
 
 
-def slow_threads() -> SlowThreads:
-    """For the loop that is running."""
-    threads = SlowThreads()
-    asyncio.get_running_loop().set_default_executor(threads)
-    return threads
+def gated_threads() -> threading.Event:
+    """Give the running loop threads that begin nothing while the gate that is returned is shut."""
+    gate = threading.Event()
+    gate.set()
+    SlowThreads(lambda: partial(gate.wait, 30))
+    return gate

@@ -9,7 +9,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
-from tests.unit.library.stores import block, gives, hash_of, new_pools, opening, room, slow_threads
+from tests.unit.library.stores import block, gated_threads, gives, hash_of, new_pools, opening, room
 
 
 @pytest.fixture
@@ -20,16 +20,16 @@ async def store(config: Config) -> AsyncIterator[TieredStore]:
 
 async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:
     """`CancelledError` arrives at the timeout that has asked for it, one or two of them."""
-    threads = slow_threads()
-    threads.gate.clear()
-    opening = asyncio.get_running_loop().call_later(0.2, threads.gate.set)
+    gate = gated_threads()
+    gate.clear()
+    opening = asyncio.get_running_loop().call_later(0.2, gate.set)
     with pytest.raises(TimeoutError):  # noqa: PT012 the timeouts are what is tried
         async with asyncio.timeout(0.1):
             async with asyncio.timeout(0.05):
                 await store.put(hash_of(1), block(1))
     assert opening.when() <= asyncio.get_running_loop().time(), "the copy was waited for"
-    threads.gate.clear()
-    asyncio.get_running_loop().call_later(0.2, threads.gate.set)
+    gate.clear()
+    asyncio.get_running_loop().call_later(0.2, gate.set)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(store.put(hash_of(2), block(2)), 0.05)
     await asyncio.sleep(0)  # and is not cancelled once more

@@ -12,9 +12,9 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +23,14 @@ import torch
 from lab.books import check
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
-from tests.unit.library.stores import block, fresh_bucket, hash_of, opening, same
+from tests.unit.library.stores import (
+    SlowThreads,
+    block,
+    fresh_bucket,
+    hash_of,
+    opening,
+    same,
+)
 
 SHAPES = {"k": ((16, 512), torch.bfloat16), "v": ((8, 512), torch.float32)}
 """So large that the least host memory there is holds 28 blocks."""
@@ -35,23 +42,6 @@ OVERWRITTEN = 7
 
 
 CONTENT = [block(number, SHAPES) for number in range(BLOCKS)]
-
-
-class LateThreads(ThreadPoolExecutor):
-    """Half of what they are given begins a little later, so that cancellations strike copies."""
-
-    def __init__(self, draw: random.Random) -> None:
-        super().__init__(max_workers=8)
-        self._draw = draw
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
-        pause_s = self._draw.choice([0.0, self._draw.random() * 0.004])
-
-        def late() -> Any:
-            time.sleep(pause_s)
-            return work(*args, **named)
-
-        return super().submit(late)
 
 
 class Caller:
@@ -154,7 +144,9 @@ class Caller:
 
 
 async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str]:
-    asyncio.get_running_loop().set_default_executor(LateThreads(random.Random(seed)))
+    draw = random.Random(seed)
+    # Half of what they are given begins a little later, so that cancellations strike copies.
+    SlowThreads(lambda: partial(time.sleep, draw.choice([0.0, draw.random() * 0.004])))
     pools = {n: torch.zeros((POOL, *shape), dtype=dtype) for n, (shape, dtype) in SHAPES.items()}
     ends: Counter[str] = Counter()
     async with opening(config, shapes=SHAPES, pools=pools) as store:

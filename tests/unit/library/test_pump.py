@@ -12,14 +12,14 @@ from s3kv.library.pump import Pump, carried, claimed, in_thread, succeeded
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.library.hand_client import HandClient, tier_of, until
-from tests.unit.library.stores import slow_threads
+from tests.unit.library.stores import gated_threads
 
 KEY = ChunkKey(0, b"key")
 
 
 async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancelled() -> None:
-    threads = slow_threads()
-    threads.gate.clear()
+    gate = gated_threads()
+    gate.clear()
     work = in_thread(partial(str, 5))
     call = asyncio.create_task(carried(work))
     for _ in range(3):
@@ -27,7 +27,7 @@ async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancel
         call.cancel("enough")
     await asyncio.sleep(0.001)
     assert not call.done()
-    threads.gate.set()
+    gate.set()
     with pytest.raises(asyncio.CancelledError, match="enough"):
         await call
     assert succeeded(work)
@@ -36,13 +36,13 @@ async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancel
 async def test_work_that_fails_in_a_cancelled_call_is_told_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    threads = slow_threads()
-    threads.gate.clear()
+    gate = gated_threads()
+    gate.clear()
     work = in_thread(partial(int, "no number"))
     call = asyncio.create_task(carried(work))
     await asyncio.sleep(0.001)
     call.cancel()
-    threads.gate.set()
+    gate.set()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert not succeeded(work)

@@ -1,7 +1,8 @@
 """The small engine's paged memory: blocks in order of their freeing, found again by prefix.
 
 All groups of the engine take their blocks from one pool. What lies behind a window is given up when
-the next step is scheduled; in its place the table has the null block.
+the next step is scheduled; in its place the table has the null block. A step writes one state, to
+the block of its last token, and the next step begins from it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import lcm
 
-from s3kv.planning.group_kinds import Coverage, LocalAttention, SlidingWindow
+from s3kv.planning.group_kinds import Coverage, LocalAttention, SlidingWindow, States
 from tests.unit.planning.setup import Request
 
 Tables = list[list[int]]
@@ -69,16 +70,24 @@ class BlockPool:
             first = max(0, computed - kind.reach_tokens + 1)
         elif isinstance(kind, LocalAttention):
             first = computed - computed % kind.reach_tokens
+        elif isinstance(kind, States):
+            first = max(0, computed - 1)
         return first // spec.block_tokens
+
+    def _first_new(self, number: int, computed: int, tokens: int) -> int:
+        """The first block that is written when those up to `tokens` are computed or loaded."""
+        if isinstance(self._specs[number].kind, States):
+            return self._first_block(number, tokens)
+        return self._first_block(number, computed)
 
     def missing(self, request: Request, computed: int, tokens: int, hit: Tables) -> int:
         """How many free blocks `allocate` would use up."""
         count = 0
         for number, spec in enumerate(self._specs):
-            first = self._first_block(number, computed)
             own = [*self._of(request.tables, number), *self._of(hit, number)]
-            count += max(0, -(-tokens // spec.block_tokens) - max(first, len(own)))
-            kept = self._of(hit, number)[first:]
+            first = max(self._first_new(number, computed, tokens), len(own))
+            count += max(0, -(-tokens // spec.block_tokens) - first)
+            kept = self._of(hit, number)[self._first_block(number, computed) :]
             count += sum(block != self._null and not self._users[block] for block in kept)
         return count
 
@@ -101,7 +110,7 @@ class BlockPool:
             table += kept[number]
         new: Tables = []
         for number, (table, spec) in enumerate(zip(request.tables, self._specs, strict=True)):
-            first, added = self._first_block(number, computed), []
+            first, added = self._first_new(number, computed, tokens), []
             while len(table) + len(added) < -(-tokens // spec.block_tokens):
                 seen = len(table) + len(added) >= first
                 added.append(self._new() if seen else self._no_block)
@@ -151,10 +160,13 @@ class BlockPool:
         request.tables = []
 
     def remember(self, request: Request, tokens: int) -> None:
-        """The blocks of the request's first `tokens`, as far as those are known, are findable."""
+        """The blocks of the request's first `tokens`, as far as those are known, are findable; of
+        the states, that after all of them."""
         for number, (table, spec) in enumerate(zip(request.tables, self._specs, strict=True)):
-            size = spec.block_tokens
-            for end in range(size, min(tokens, request.known) + 1, size):
+            size, first = spec.block_tokens, spec.block_tokens
+            if isinstance(spec.kind, States):
+                first = -(-tokens // size) * size
+            for end in range(first, min(tokens, request.known) + 1, size):
                 prefix, block = (number, request.chain[end - 1]), table[end // size - 1]
                 if block == self._null or prefix in self._block_of or block in self._prefix_of:
                     continue

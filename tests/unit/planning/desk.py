@@ -146,5 +146,12 @@ class Desk:
         return [hash_of(chain[end - 1]) for end in range(size, len(chain) + 1, size)]
 
 
+def saving(**setup: object) -> tuple[Desk, SaveJob]:
+    """Blocks 0 and 1 are being copied for the request "r"."""
+    desk = Desk(**{"may_load": False, **setup})
+    (save,) = desk.compute("r", "aaaa", [0, 1], 0, 4).saves
+    return desk, save
+
+
 def load_slots(load: LoadJob) -> list[int]:
     return [part.slot for part in load.parts]

@@ -192,7 +192,7 @@ class Engine:
             for place in range(first, end // size):
                 block_hash = hash_of(request.chain[(place + 1) * size - 1])
                 for coverage in dict.fromkeys(self.setup.tables):
-                    if coverage.blocks_for((place + 1) * size):
+                    if coverage.blocks_for((place + 1) * size) and not coverage.kind.is_sparse:
                         completed.add(ChunkKey(coverage.number, block_hash))
         return self._lacking(completed)
 
@@ -210,7 +210,8 @@ class Engine:
             if request not in self.running:
                 continue
             left = request.known + request.outstanding - request.computed
-            guesses = drafts if left == 1 and not self.setup.steps_ahead else ""
+            may_guess = left == 1 and not (self.setup.steps_ahead or self.setup.has_states)
+            guesses = drafts if may_guess else ""
             guesses = guesses[: len(request.chain) - request.known]
             count = min(budget, left + len(guesses))
             if count <= 0 or request.computed + left > len(request.chain):
@@ -315,8 +316,11 @@ class Engine:
                 zip(request.tables, self.setup.tables, strict=True)
             ):
                 at, offset = divmod(position, spec.block_tokens)
-                kv = meaning(prefix, number, len(request.tables))
-                writes.append((table[at], offset, (self.oracle.weights, kv)))
+                token = self.oracle.weights, meaning(prefix, number, len(request.tables))
+                if not spec.kind.is_sparse:
+                    writes.append((table[at], offset, token))
+                elif position == end - 1:
+                    writes += [(table[at], offset, token) for offset in range(spec.block_tokens)]
         request.computed = end
         self.pool.remember(request, end)
         rejected = max(0, end - first_guess) - accepted

@@ -26,11 +26,13 @@ from s3kv.planning.group_kinds import (
     GroupKind,
     LocalAttention,
     SlidingWindow,
+    States,
 )
 from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.engine import Engine
+from tests.unit.planning.oracle import objects_of
 from tests.unit.planning.setup import Request, Setup, hash_of
 
 GEOMETRIES = [(4, 2, 2), (4, 4, 4), (4, 4, 2), (8, 2, 2)]
@@ -113,7 +115,8 @@ class PlannerMachine(RuleBasedStateMachine):
             engine.publish(prompt)
         self.arrived += 1
         self.prompts.append(prompt)
-        engine.arrive(f"r{self.arrived}", prompt, new_tokens, limits)
+        request = engine.arrive(f"r{self.arrived}", prompt, new_tokens, limits)
+        engine.bucket.meanings |= objects_of(engine.setup, request.chain)
         for _ in range(rounds):
             engine.end_all("fetch", "upload", "load")
             engine.step()
@@ -237,6 +240,37 @@ class GroupsMachine(PlannerMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(setup=groups_of_several())
+    def start(self, setup: Setup) -> None:
+        super().start(setup)
+
+
+@st.composite
+def groups_with_states(draw: st.DrawFn) -> Setup:
+    """Two tables with states and one of full attention. Steps end anywhere."""
+    size, chunk_tokens = 4, draw(st.sampled_from([4, 8]))
+    return Setup(
+        chunk_tokens=chunk_tokens,
+        hash_tokens=size,
+        coverages=(
+            Coverage(size, chunk_tokens, members=(2,)),
+            Coverage(size, chunk_tokens, States(), number=1, members=(0, 1)),
+        ),
+        null_block=0,
+        world_size=draw(st.integers(1, 2)),
+        slots=draw(st.sampled_from([6, 12, 30])),
+        blocks=draw(st.sampled_from([16, 24, 40])),
+        max_wait_s=draw(st.sampled_from([5.0, 50.0])),
+        max_saves_inflight=8,
+        steps_ahead=draw(st.integers(0, 1)),
+    )
+
+
+class StatesMachine(PlannerMachine):
+    """The same with an engine that keeps states, as vLLM's does with `mamba_cache_mode` "align"."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    @initialize(setup=groups_with_states())
     def start(self, setup: Setup) -> None:
         super().start(setup)
 

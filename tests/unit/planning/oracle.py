@@ -22,9 +22,11 @@ says only that the code, or a mutant of it, cannot run."""
 def content_of(
     setup: Setup, coverage: Coverage, chain: Sequence[int], chunk: int, weights: int
 ) -> tuple[TokenKV, ...]:
-    """What the object of a chunk means."""
+    """What the object of a chunk means. A state is one of the chunk's last token alone."""
     size, blocks = coverage.block_tokens, coverage.blocks_of(chunk)
     tokens = chain[blocks.start * size : blocks.stop * size]
+    if coverage.kind.is_sparse:
+        tokens = [tokens[-1]] * len(tokens)
     count = len(setup.tables)
     return tuple((weights, meaning(t, table, count)) for table in coverage.members for t in tokens)
 
@@ -157,6 +159,8 @@ class Oracle:
                     continue
                 begin = at * coverage.block_tokens
                 known = request.chain[begin : min(begin + coverage.block_tokens, request.computed)]
+                if coverage.kind.is_sparse:
+                    known = [known[-1]] * len(known)
                 wanted = [(self.weights, meaning(t, number, len(tables))) for t in known]
                 for rank in self._ranks:
                     held = list(rank.blocks[block])[: len(wanted)]

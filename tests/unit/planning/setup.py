@@ -55,6 +55,10 @@ class Setup:
         of = {member: coverage for coverage in self._all for member in coverage.members}
         return tuple(of[number] for number in range(len(of)))
 
+    @property
+    def has_states(self) -> bool:
+        return any(coverage.kind.is_sparse for coverage in self._all)
+
     def planner(self) -> KVPlanner:
         ledger = Ledger(
             Table(EqualSlots(self.slots)),

@@ -3,6 +3,8 @@ want it any more, and a chunk is saved once, from blocks that hold it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from lab.books import check
@@ -10,7 +12,7 @@ from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import Outcome
-from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, load_slots
+from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, load_slots, saving
 
 
 def offered(**setup: object) -> Desk:
@@ -102,8 +104,19 @@ def test_hits_are_counted_by_where_they_came_from() -> None:
     assert desk.planner.counters["hit_tokens_host"] == 2
 
 
+def bar(desk: Desk) -> None:
+    desk.planner.bar(["r"])
+
+
+def reset(desk: Desk) -> None:
+    desk.planner.reset(b"salt")
+
+
+@pytest.mark.parametrize("bar", [bar, reset])
 @pytest.mark.parametrize("moment", ["queued", "waiting", "offered", "loading"])
-def test_a_barred_request_neither_loads_nor_saves_any_more(moment: str) -> None:
+def test_a_barred_request_neither_loads_nor_saves_any_more(
+    bar: Callable[[Desk], None], moment: str
+) -> None:
     """Its tokens no longer say what it is computed with. A load under way is of before."""
     blocks = [10, 11, 12, 13, 14]
     if moment == "loading":
@@ -117,7 +130,7 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(moment: str) -> None:
             assert desk.lookup("r") == WAIT
             desk.end(desk.fetches()[0])
             assert desk.pinned() == 1
-    desk.planner.bar(["r"])
+    bar(desk)
     assert desk.pinned() == (2 if moment == "loading" else 0)
     if moment == "loading":
         desk.planner.loaded(["r"])
@@ -245,23 +258,22 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
     assert desk.planner.counters["saves_believed_present"] == dropped
 
 
-def saving(**setup: object) -> tuple[Desk, SaveJob]:
+def saving_for_nobody(**setup: object) -> tuple[Desk, SaveJob]:
     """Blocks 0 and 1 are being copied for a request that is gone."""
-    desk = computing("aaaa", **setup)
-    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    desk, save = saving(**setup)
     desk.planner.finished("r")
     desk.add("next", "xxxxyyyy")
     return desk, save
 
 
 def test_blocks_that_are_only_read_are_not_fenced() -> None:
-    desk, _ = saving()
+    desk, _ = saving_for_nobody()
     plan = desk.compute("same", "aaaazz", [0, 1, 2], 4, 2)
     assert plan.fences == (), "the first two blocks are a local hit"
 
 
 def test_a_block_that_two_saves_read_is_fenced_until_both_have_read_it() -> None:
-    desk, first = saving()
+    desk, first = saving_for_nobody()
     desk.planner.reset(b"salt")  # and the engine keeps its own cache
     (second,) = desk.compute("same", "aaaazz", [0, 1, 2], 4, 2).saves
     assert second.block_ids == first.block_ids
@@ -271,7 +283,7 @@ def test_a_block_that_two_saves_read_is_fenced_until_both_have_read_it() -> None
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, FAILED])
 def test_blocks_that_have_been_copied_are_not_fenced(outcome: Outcome) -> None:
-    desk, save = saving(world_size=2)
+    desk, save = saving_for_nobody(world_size=2)
     assert desk.planner.ledger.has_copies_inflight
     desk.end(save, outcome, kind=JobKind.SAVE, ranks=1)
     desk.admit("next")

@@ -1,4 +1,4 @@
-"""Ends of jobs on several ranks, in any order; what is tried again; what a reset leaves."""
+"""Ends of jobs on several ranks, in any order, and what is tried again."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ import itertools
 
 import pytest
 
-from lab.books import check
 from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.planning.breaker import BreakerState
-from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.kv import WAIT
 from s3kv.planning.ledger import ChunkState
 from s3kv.types import Outcome
 from tests.plans import uploads_of
-from tests.unit.planning.desk import FAILED, MISSING, OK, Desk
+from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, saving
 
-SAVE, UPLOAD = JobKind.SAVE, JobKind.UPLOAD
-
-
-def saving(**setup: object) -> tuple[Desk, SaveJob]:
-    desk = Desk(**{"may_load": False, **setup})
-    (save,) = desk.compute("r", "aaaa", [0, 1], 0, 4).saves
-    return desk, save
+SAVE = JobKind.SAVE
 
 
 def test_reports_of_ranks_that_were_merged_on_the_way_count_for_all() -> None:
@@ -208,26 +201,3 @@ def test_uploads_tell_the_breaker_too() -> None:
         desk.now_s += 100
         desk.end(desk.uploads(), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
-
-
-@pytest.mark.parametrize("state", ["waiting", "offered", "loading", "computing"])
-def test_requests_of_before_a_reset_neither_load_nor_save(state: str) -> None:
-    desk = Desk()
-    desk.add("r", "aaaabbbb")
-    if state != "computing":
-        assert desk.lookup("r") == WAIT
-        if state != "waiting":
-            desk.end(desk.fetches())
-            assert desk.lookup("r") == Answer(False, 8)
-        if state == "loading":
-            desk.admit("r", [0, 1, 2, 3], 8)
-            desk.plan()
-    desk.planner.reset(b"salt")
-    check(desk.planner)
-    if state == "loading":
-        assert desk.pinned() == 2, "the copy is under way"
-        desk.planner.loaded(["r"])
-    assert desk.pinned() == 0
-    assert desk.lookup("r") == NOTHING
-    desk.admit("r", [0, 1, 2, 3])
-    assert desk.run("r", [0, 1, 2, 3], 0, 8, new=True).saves == ()

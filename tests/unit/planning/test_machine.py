@@ -5,16 +5,34 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.unit.planning.machine import GroupsMachine, PlannerMachine, run
+from s3kv.planning.group_kinds import GroupKind, States
+from s3kv.planning.ledger import Ledger
+from tests.unit.planning.machine import GroupsMachine, PlannerMachine, StatesMachine, run
+from tests.unit.planning.oracle import FINDINGS
 
 TestPlanner = PlannerMachine.TestCase
 TestPlannerWithGroups = GroupsMachine.TestCase
+TestPlannerWithStates = StatesMachine.TestCase
 TestPlanner.settings = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 TestPlannerWithGroups.settings = settings(TestPlanner.settings, max_examples=40)
+TestPlannerWithStates.settings = TestPlannerWithGroups.settings
+
+
+@pytest.mark.parametrize(
+    ("holder", "rule", "without"),
+    [(States, "is_saved", GroupKind.is_saved), (Ledger, "fences", lambda self, block_ids: set())],
+    ids=["a full block is taken for a state", "no fences"],
+)
+def test_the_machine_with_states_notices_a_missing_rule(
+    holder: type, rule: str, without: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, rule, without)
+    with pytest.raises(FINDINGS):
+        run(150, machine=StatesMachine)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("machine", [PlannerMachine, GroupsMachine])
+@pytest.mark.parametrize("machine", [PlannerMachine, GroupsMachine, StatesMachine])
 def test_the_machine_gets_everywhere(machine: type[PlannerMachine]) -> None:
     seen = run(examples=1_000, machine=machine)  # with 300, some seeds fail no load
     assert all(

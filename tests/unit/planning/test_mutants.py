@@ -12,9 +12,8 @@ import pytest
 from lab.books import CHECKS
 from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import CopyPart, JobEnd
-from s3kv.planning import kv, saves
+from s3kv.planning import deadline, saves
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.deadline import Deadline
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
@@ -29,15 +28,16 @@ from s3kv.types import ChunkKey
 from tests.nightly import some_by_day
 from tests.unit.planning.machine import GroupsMachine, run
 from tests.unit.planning.oracle import FINDINGS
+from tests.unit.planning.test_kv import reset as reset_desk
+from tests.unit.planning.test_kv import (
+    test_a_barred_request_neither_loads_nor_saves_any_more as barred,
+)
 from tests.unit.planning.test_kv import (
     test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
 )
 from tests.unit.planning.test_ledger import test_a_store_that_is_back_is_not_stormed as not_stormed
 from tests.unit.planning.test_ledger import (
     test_after_a_long_outage_a_hit_uploads_what_was_given_up as uploads_after_an_outage,
-)
-from tests.unit.planning.test_ledger import (
-    test_requests_of_before_a_reset_neither_load_nor_save as before_reset,
 )
 from tests.unit.planning.test_ledger import (
     test_while_the_outage_goes_on_hits_upload_less_and_less_often as less_and_less,
@@ -128,7 +128,7 @@ forgets_what_the_bucket_has = swap(
 saves_what_a_request_keeps_private = swap(
     "saves_what_a_request_keeps_private", Saving, "allowed", lambda self, chunks: chunks
 )
-waits_for_ever = swap("waits_for_ever", kv, "decide", lambda facts: Deadline(float("inf")))
+waits_for_ever = swap("waits_for_ever", deadline, "decide", lambda facts: float("inf"))
 never_uploads_again_what_was_given_up = swap(
     "never_uploads_again_what_was_given_up", Unsaved, "hit", lambda self, key: None
 )
@@ -255,7 +255,7 @@ def resets_without_a_new_salt(self: KVPlanner, salt: bytes) -> None:
     reset(self, self._salt)
 
 
-@instead_of(KVPlanner, "reset", lambda: before_reset("offered"))
+@instead_of(KVPlanner, "reset", lambda: barred(reset_desk, "offered"))
 def lets_requests_from_before_a_reset_go_on(self: KVPlanner, salt: bytes) -> None:
     self._salt = salt
     self.ledger.index.forget()

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.messages import SaveJob
 from s3kv.planning.kv import NOTHING
 from s3kv.planning.requests import ScheduledRequest
 from tests.unit.planning.desk import MISSING, Desk
-
-
-def saving() -> tuple[Desk, SaveJob]:
-    """Blocks 0 and 1 are being copied for a request that is gone."""
-    desk = Desk(may_load=False)
-    assert desk.ask("r", "aaaa") == NOTHING
-    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
-    desk.planner.finished("r")
-    desk.add("next", "xxxxyyyy")
-    return desk, save
+from tests.unit.planning.test_kv import saving_for_nobody
 
 
 def test_blocks_another_connector_may_load_to_are_fenced_before_it_does() -> None:
-    desk, save = saving()
+    desk, save = saving_for_nobody()
     assert desk.lookup("next") == NOTHING
     desk.admit("next", [5, 6, 7, 1])
     assert desk.plan().fences == (save.job_id,)
 
 
 def test_blocks_the_engine_has_itself_are_not_fenced() -> None:
-    desk, _ = saving()
+    desk, _ = saving_for_nobody()
     assert desk.ask("same", "aaaazz", local_tokens=4) == NOTHING
     desk.admit("same", [0, 1, 2])
     assert desk.plan().fences == ()

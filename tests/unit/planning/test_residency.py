@@ -5,12 +5,11 @@ from __future__ import annotations
 from s3kv.messages import JobKind
 from s3kv.planning.residency import Change, Origin, Residency, ResidencyLog
 from s3kv.types import ChunkKey, Outcome
-from tests.unit.planning.desk import FAILED, MISSING, Desk
+from tests.unit.planning.desk import FAILED, MISSING, Desk, saving
 
 HOST, BUCKET = Residency.HOST_STORED, Residency.BUCKET_STORED
 EVICTED, GONE = Residency.HOST_REMOVED, Residency.BUCKET_REMOVED
 NOTHING = Residency.NOTHING
-FETCH, SAVE = JobKind.FETCH, JobKind.SAVE
 
 
 def log(desk: Desk) -> list[Origin | Change]:
@@ -37,25 +36,19 @@ def test_a_fetched_chunk_is_in_both_tiers() -> None:
 
 
 def test_a_saved_chunk_is_in_host_memory_first() -> None:
-    desk = Desk()
-    desk.add("r", "aaaa")
-    desk.admit("r", [0, 1])
-    saves = desk.run("r", [0, 1], 0, 4, new=True).saves
+    desk, save = saving()
     key = desk.key("aaaa")
     assert log(desk) == [Origin(key, "r", 0)]
-    desk.copied(saves)
+    desk.copied(save)
     assert changes(desk) == [(key, HOST)]
-    desk.uploaded(saves)
+    desk.uploaded(save)
     assert changes(desk) == [(key, BUCKET)]
 
 
 def test_what_could_not_be_copied_is_nowhere() -> None:
-    desk = Desk()
-    desk.add("r", "aaaa")
-    desk.admit("r", [0, 1])
-    saves = desk.run("r", [0, 1], 0, 4, new=True).saves
-    desk.uploaded(saves, FAILED)
-    desk.end(saves, FAILED, kind=SAVE)
+    desk, save = saving()
+    desk.uploaded(save, FAILED)
+    desk.end(save, FAILED, kind=JobKind.SAVE)
     assert changes(desk) == [(desk.key("aaaa"), NOTHING)]
 
 
@@ -104,12 +97,9 @@ def test_a_fetch_that_fails_says_nothing_about_the_bucket() -> None:
 
 
 def test_an_upload_that_is_given_up_changes_nothing() -> None:
-    desk = Desk()
-    desk.add("r", "aaaa")
-    desk.admit("r", [0, 1])
-    saves = desk.run("r", [0, 1], 0, 4, new=True).saves
-    desk.copied(saves)
-    desk.uploaded(saves, FAILED)
+    desk, save = saving()
+    desk.copied(save)
+    desk.uploaded(save, FAILED)
     for _ in range(4):
         desk.now_s += 100
         desk.uploaded(desk.uploads(), FAILED)

@@ -22,6 +22,7 @@ from s3kv.upkeep import listing
 from s3kv.upkeep.cleaner import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Cleaner
 from s3kv.upkeep.refreshing import RefreshRule
 from tests.system.sim.loop import VirtualLoop
+from tests.unit.upkeep.test_sweep import OTHERS
 
 EPOCH_S = 1e9
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -30,14 +31,7 @@ BUDGET = 200 * NBYTES
 MIN_AGE_S = 600.0
 DATA = b"\1" * NBYTES
 PLACE = Namespace("s3kv", "a" * 32)
-FOREIGN = (
-    "s3kv/v3/readme.txt",
-    f"s3kv/v3/{'c' * 32}/00/notes",
-    "s3kv/doctor/1",
-    Namespace("other", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
-    Namespace("s3kv/v3/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
-    keys.cleaner("other"),
-)
+FOREIGN = (*OTHERS, keys.cleaner("other"))
 
 
 def chunk(number: int) -> str:

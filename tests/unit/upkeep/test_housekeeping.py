@@ -22,6 +22,7 @@ from s3kv.upkeep import costs, housekeeping, refreshing
 from s3kv.upkeep.housekeeping import Housekeeping
 from s3kv.upkeep.registration import Registration
 from tests.unit.io import rig
+from tests.unit.upkeep.test_refreshing import counted
 
 EPOCH_S = 1e9
 MIN_AGE_S = 60.0
@@ -99,12 +100,16 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
     assert f"namespace {rig.NAMESPACE.root} is new" in caplog.messages[0]
 
 
-async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
     monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
     monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
+    monkeypatch.setattr(housekeeping, "_DEFECT_PAUSE_S", 0.001)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says() -> None:
     bucket = MemoryStore(lambda: time_s)
     time_s = EPOCH_S
     for number in range(8):
@@ -148,14 +153,6 @@ async def test_a_process_warns_of_a_bucket_without_a_bound(
         for _ in range(50):
             await asyncio.sleep(0.001)
     assert caplog.text.count("no bound") == warns
-
-
-@pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
-    monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
-    monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
-    monkeypatch.setattr(housekeeping, "_DEFECT_PAUSE_S", 0.001)
 
 
 def with_a_defect(verb: str) -> MemoryStore:
@@ -208,9 +205,3 @@ async def test_nothing_begins_once_it_drains(begins_first: bool) -> None:
         await asyncio.sleep(0.001)
     assert keeping.defects == store.asked["get_into"] == begins_first
     await asyncio.gather(*keeping.cancel(), return_exceptions=True)
-
-
-async def counted(worker: rig.Worker, counter: str) -> None:
-    """Wait until the process has counted one."""
-    while not (await worker.settled()).counters[counter]:  # noqa: ASYNC110 nothing announces it
-        await asyncio.sleep(0.002)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -61,13 +61,22 @@ class Pauses:
             await asyncio.sleep(0)
 
 
-async def settle(bucket: Bucket, refresher: Refresher, turns: int = 2000) -> None:
-    task = asyncio.ensure_future(refresher.run())
+async def turning(work: Coroutine[Any, Any, None], turns: int) -> None:
+    """Let work that has no end run for so many turns of the loop."""
+    task = asyncio.ensure_future(work)
     for _ in range(turns):
         await asyncio.sleep(0)
+    assert not task.done(), task.exception()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert task.cancelled(), task.exception()
+
+
+async def settle(refresher: Refresher, turns: int = 2000) -> None:
+    await turning(refresher.run(), turns)
+
+
+async def looked(refresher: Refresher) -> None:
+    await turning(refresher.look(), 200)
 
 
 def make(bucket: Bucket, *, is_idle: bool = True) -> tuple[Refresher, Pauses]:
@@ -101,7 +110,7 @@ async def test_only_what_is_old_is_written_anew() -> None:
     refresher, pauses = make(bucket)
     for number in (1, 2):
         refresher.hit(await read(bucket, number))
-    await settle(bucket, refresher)
+    await settle(refresher)
     assert bucket.asked["refresh"] == 1
     assert set(bucket.ages().values()) == {0.0}
     assert (refresher.done, refresher.failed, refresher.skipped) == (1, 0, 0)
@@ -116,7 +125,7 @@ async def test_of_many_replicas_one_writes() -> None:
     for replica in replicas:
         replica.hit(await read(bucket, 1))
         replica.hit(ObjectInfo(rig.object_key(2), 10, 0.0))
-    await asyncio.gather(*(settle(bucket, replica, 200) for replica in replicas))
+    await asyncio.gather(*(settle(replica, 200) for replica in replicas))
     assert sum(replica.done for replica in replicas) == 1
     assert sum(replica.skipped for replica in replicas) == 19
 
@@ -128,7 +137,7 @@ async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int)
     refresher.exists(rig.object_key(1))
     refresher.exists(rig.object_key(2))  # and gone again
     await looked(refresher)
-    await settle(bucket, refresher)
+    await settle(refresher)
     assert (bucket.asked["head"], bucket.asked["refresh"]) == (2, copies)
 
 
@@ -136,7 +145,7 @@ async def test_nothing_is_asked_while_jobs_wait() -> None:
     bucket = Bucket(1, age_s=2 * AFTER_S)
     refresher, _ = make(bucket, is_idle=False)
     refresher.hit(await read(bucket, 1))
-    await settle(bucket, refresher)
+    await settle(refresher)
     assert not bucket.asked["refresh"]
 
 
@@ -170,12 +179,12 @@ async def test_a_store_that_refuses_is_left_alone_for_a_while(
     for _ in range(3):
         for number in range(5):
             refresher.hit(await read(bucket, number))
-        await settle(bucket, refresher)
+        await settle(refresher)
     assert (refresher.done, refresher.failed, refresher.skipped) == (0, 3, 12)
     assert pauses.taken.count(pause_s) == 3
     assert sum(str(error) in message for message in caplog.messages) == said
     refresher.hit(await read(bucket, 0))
-    await settle(bucket, refresher)
+    await settle(refresher)
     assert refresher.done == 1
 
 
@@ -184,15 +193,6 @@ Answers = list[tuple[Outcome, float]]
 
 def use_of(refresher: Refresher, key: str, answers: Answers) -> None:
     refresher.use(key, lambda outcome, fresh_s: answers.append((outcome, fresh_s)))
-
-
-async def looked(refresher: Refresher, turns: int = 200) -> None:
-    task = asyncio.ensure_future(refresher.look())
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    assert not task.done(), task.exception()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_uses_need_not_be_reported_before_the_object_is_due() -> None:
@@ -251,7 +251,7 @@ async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
     assert old[0] is young[0] is Outcome.EXISTS
     assert min(old[1], young[1]) >= AFTER_S
     assert gone[0] is Outcome.MISSING
-    await settle(bucket, refresher)
+    await settle(refresher)
     assert (bucket.asked["head"], bucket.asked["refresh"]) == (3, 1)
     assert max(bucket.ages().values()) == 0.0
 
@@ -343,15 +343,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def told(worker: rig.Worker, condition: Callable[[wire.Stats], bool]) -> wire.Stats:
-    """The process's statistics once that is so."""
-    while not condition(stats := await worker.settled()):  # noqa: ASYNC110
+async def counted(worker: rig.Worker, counter: str, count: int = 1) -> wire.Stats:
+    """The process's statistics once it has counted so many."""
+    while (stats := await worker.settled()).counters[counter] < count:  # noqa: ASYNC110
         await asyncio.sleep(0.002)
     return stats
-
-
-async def refreshed(worker: rig.Worker, count: int) -> wire.Stats:
-    return await told(worker, lambda stats: stats.counters["io_refresh_done"] >= count)
 
 
 async def test_a_process_refreshes_what_it_reads_and_what_it_finds() -> None:
@@ -366,7 +362,7 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds() -> None:
         worker.say(rig.fetch(1), rig.upload(2))
         ends = await worker.done(2)
         assert (ends[1].outcome, ends[2].outcome) == (Outcome.OK, Outcome.EXISTS)
-        stats = await refreshed(worker, 2)
+        stats = await counted(worker, "io_refresh_done", 2)
         assert (stats.counters["io_refresh_failed"], stats.counters["io_refresh_skipped"]) == (0, 0)
     young = {key for key, age_s in bucket.ages().items() if age_s == 0}
     assert young == {rig.object_key(1), rig.object_key(2)}
@@ -378,7 +374,7 @@ async def test_a_copy_that_fails_is_nobody_elses_affair() -> None:
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
-        stats = await told(worker, lambda stats: stats.counters["io_refresh_failed"] == 1)
+        stats = await counted(worker, "io_refresh_failed")
         others = ("io_retries", "io_throttled", "io_window_cuts", "io_defects")
         assert [stats.counters[name] for name in others] == [0, 0, 0, 0]
 
@@ -402,7 +398,7 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(settings: dict
         assert {end.kind for end in ends.values()} == {JobKind.USE}
         assert 0 < ends[1].fresh_s < math.inf
         if settings:
-            await refreshed(worker, 1)
+            await counted(worker, "io_refresh_done")
         worker.say(wire.Drain(5.0))
         assert await worker.hear() == wire.Drained(0)
     assert bucket.asked["refresh"] == len(settings)
@@ -460,7 +456,7 @@ async def test_the_manifest_stays_as_young_as_the_chunks() -> None:
     async with rig.serving(bucket, greeting=named) as (worker, _):
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)
         bucket.now_s += 100
-        await refreshed(worker, 1)
+        await counted(worker, "io_refresh_done")
         assert bucket.ages()[rig.NAMESPACE.manifest] == 0
         await bucket.delete(rig.NAMESPACE.manifest)  # expired
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)

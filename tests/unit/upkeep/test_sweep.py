@@ -20,14 +20,14 @@ from s3kv.upkeep import sweep as sweeping
 from s3kv.upkeep.sweep import Sweep
 
 OLD, NEW = Namespace("s3kv", "a" * 32), Namespace("s3kv", "b" * 32)
-FOREIGN = (
-    cleaner("s3kv"),
+OTHERS = (
     "s3kv/v3/readme.txt",
     f"s3kv/v3/{'c' * 32}/00/notes",
     "s3kv/doctor/1",
     Namespace("other", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
     Namespace("s3kv/v3/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
 )
+"""Keys that are no namespace's under s3kv."""
 
 
 class Bucket(MemoryStore):
@@ -159,11 +159,12 @@ async def test_a_manifest_stays_when_somebody_has_written_meanwhile() -> None:
 
 async def test_nobody_elses_objects_are_touched() -> None:
     bucket = Bucket()
-    for key in FOREIGN:
+    foreign = {*OTHERS, cleaner("s3kv")}
+    for key in foreign:
         await bucket.write(key, b"theirs" * 1000)
     await bucket.fill(OLD, [1])
     await sweep(bucket, max_bytes=0, before_s=2e9)
-    assert await bucket.keys() == set(FOREIGN)
+    assert await bucket.keys() == foreign
 
 
 @pytest.mark.parametrize(
