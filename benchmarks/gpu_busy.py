@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.deadline import ends
 from benchmarks.gpu.drag import KINDS, Background
-from benchmarks.gpu.machine import Machine, spread
+from benchmarks.gpu.machine import Machine, in_turn, spread
 from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import CHUNK_TOKENS, LLAMA_8B, TINY
@@ -99,12 +99,9 @@ def _measured(
 
 
 def _thread(rig: CopyRig, copies: BlockCopies, rounds: int, *, seconds: float) -> dict[str, Any]:
-    per_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for turn in range(rounds + 1):
-        for kind in KINDS:
-            rate = _rate_beside(Background(rig, copies, kind), seconds)
-            if turn:  # the first warms up
-                per_s[kind].append(rate)
+    per_s = in_turn(
+        KINDS, rounds, lambda kind: _rate_beside(Background(rig, copies, kind), seconds)
+    )
     alone = statistics.median(per_s["none"])
     return {
         kind: {

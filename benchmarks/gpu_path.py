@@ -19,13 +19,14 @@ import importlib.util
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from benchmarks.deadline import ends
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.machine import Machine, in_turn
 from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import LLAMA_8B, TINY
@@ -70,7 +71,8 @@ def _measured(make_rig: Callable[[], CopyRig], rounds: int) -> dict[str, Any]:
     from benchmarks.gpu.pipeline import Pipeline
 
     with ExitStack() as stack:
-        stack.enter_context(_credentials())
+        # For the I/O process, which finds its own as every tool does.
+        stack.enter_context(mock.patch.dict(os.environ, CREDENTIALS))
         rig = make_rig()
         stack.callback(rig.close)
         server = stack.enter_context(shaped(FAST))
@@ -87,21 +89,6 @@ def _measured(make_rig: Callable[[], CopyRig], rounds: int) -> dict[str, Any]:
         }
 
 
-@contextmanager
-def _credentials() -> Iterator[None]:
-    """For the I/O process, which finds its own as every tool does."""
-    before = {name: os.environ.get(name) for name in CREDENTIALS}
-    os.environ.update(CREDENTIALS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _gb(size: float) -> float:
     """Bytes in GB, to three significant digits, so that a slow machine's rate is not 0."""
     return float(f"{size / 1e9:.3g}")
@@ -116,15 +103,15 @@ def _compared(
         "fetch": pipeline.fetch_all,
         "path": pipeline.fetch_and_load_all,
     }
-    per_s: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            rig.forget_targets()
-            seconds = way()
-            if name == "path":
-                rig.check()
-            if turn:  # the first warms up
-                per_s[name].append(rig.copied_bytes / seconds)
+
+    def rate(name: str) -> float:
+        rig.forget_targets()
+        seconds = ways[name]()
+        if name == "path":
+            rig.check()
+        return rig.copied_bytes / seconds
+
+    per_s = in_turn(ways, rounds, rate)
     medians = {name: statistics.median(rates) for name, rates in per_s.items()}
     return {
         "chunks": rig.count,

@@ -53,7 +53,8 @@ class Passes:
         assert all(not answer.cached_tokens for answer in answers), "a prompt was not fresh"
         if connector in ("own", "saves"):
             self._wait_until_saved(saves)
-            self._empty()
+            # The server may keep its objects in memory.
+            self._store.s3.empty(self._store.bucket, self._prefix)
         median_ms = 1e3 * statistics.median(answer.seconds for answer in answers)
         return {"median_ms": median_ms} | {name: ms / PROMPTS for name, ms in cpu_ms.items()}
 
@@ -84,12 +85,6 @@ class Passes:
 
     def _objects(self) -> dict[str, int]:
         return self._store.s3.objects(self._store.bucket, self._prefix)
-
-    def _empty(self) -> None:
-        """The server may keep its objects in memory."""
-        client = self._store.s3.client()
-        for key in self._objects():
-            client.delete_object(Bucket=self._store.bucket, Key=key)
 
 
 def passes(max_tokens: int, engine: Engine, store: Store, prefix: str) -> turns.Measure:

@@ -44,10 +44,10 @@ class ProxyStatistics:
 class Proxy:
     """The handle of a running proxy. Every call returns when the proxy has done it. One thread."""
 
-    def __init__(self, process: subprocess.Popen[str], scheme: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], scheme: str, address: str) -> None:
         self._process = process
         self.port = int(self._ask({"op": "listen"}))
-        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self.url = f"{scheme}://{address}:{self.port}"
 
     def fault(self, fault: Fault) -> None:
         """From now on this fault, in place of any other. Requests under way are left alone,
@@ -65,6 +65,21 @@ class Proxy:
     def cut(self) -> None:
         """Reset all connections that are open now."""
         self._ask({"op": "cut"})
+
+    def shut_after(self, nbytes: int) -> None:
+        """Let so many more bytes through, both directions and all connections together, and then
+        none until `open`."""
+        self._ask({"op": "shut", "nbytes": nbytes})
+
+    def open(self) -> None:
+        self._ask({"op": "shut", "nbytes": None})
+
+    def wait_until_shut(self, timeout_s: float) -> None:
+        """Raises AssertionError when fewer bytes came along than were let through."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._ask({"op": "is_shut"}):
+            assert time.monotonic() < deadline_s, "the proxy was never shut"
+            time.sleep(0.01)
 
     def statistics(self) -> ProxyStatistics:
         return ProxyStatistics(**self._ask({"op": "statistics"}))
@@ -97,15 +112,16 @@ def proxy(
     bytes_per_s: float | None = None,
     certificate: Path | None = None,
     wrong_certificate: Path | None = None,
+    address: str = "127.0.0.1",
 ) -> Iterator[Proxy]:
     """A proxy to the plain-HTTP server at `upstream_url`, on a free port, until the block ends.
 
     certificate: a PEM file with certificate and key; the proxy then speaks TLS to its clients.
-    wrong_certificate: what the fault "certificate" uses in its place.
+    wrong_certificate: what the fault "certificate" uses in its place. address: it listens there.
     """
-    arguments = [upstream_url, str(certificate or ""), str(wrong_certificate or "")]
-    with started("lab.proxying", *arguments) as process:
-        running = Proxy(process, "https" if certificate else "http")
+    certificates = str(certificate or ""), str(wrong_certificate or "")
+    with started("lab.proxying", upstream_url, address, *certificates) as process:
+        running = Proxy(process, "https" if certificate else "http", address)
         running.limit(bytes_per_s)
         yield running
 

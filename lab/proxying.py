@@ -1,4 +1,4 @@
-"""The proxy's process: `python -m lab.proxying URL [certificate] [wrong certificate]`.
+"""The proxy's process: `python -m lab.proxying URL ADDRESS CERTIFICATE WRONG-CERTIFICATE`.
 
 Takes commands on stdin, one JSON object a line, answers each with one line, and ends with its
 stdin, so that it cannot outlive who started it. See `lab.proxy`.
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from lab.faults import Fault
-from lab.traffic import PIECE_BYTES, TICK_S, Head, Link, body_of, read_head
+from lab.traffic import PIECE_BYTES, TICK_S, Head, Link, Valve, body_of, read_head
 
 _SOCKET_BYTES = 256 * 2**10
 """Receive buffer of a client's connection: a rate that is limited has to be felt at the other end,
@@ -128,6 +128,7 @@ class Exchange:
         pieces = body_of(head, reader, link.piece_bytes)
         if kind == "trickle" and fault is not None:
             pieces = body_of(head, reader, fault.nbytes)
+        await link.valve.take(len(head.raw))
         writer.write(head.with_length(at) if kind == "shorten" else head.raw)
         passed = 0
         async for piece in pieces:
@@ -184,12 +185,16 @@ class Server:
     """The proxy: its listener, its connections, its one fault, its counters."""
 
     def __init__(
-        self, upstream_url: str, tls: ssl.SSLContext | None, wrong_tls: ssl.SSLContext | None
+        self,
+        upstream_url: str,
+        address: str,
+        tls: ssl.SSLContext | None,
+        wrong_tls: ssl.SSLContext | None,
     ) -> None:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._tls, self._wrong_tls = tls, wrong_tls
-        self._port = 0
+        self._address, self._port = address, 0
         self._listener: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._fault: Fault | None = None
@@ -199,13 +204,14 @@ class Server:
         self._connections = 0
         self._changes = 0
         """Faults that came or went with the open connections."""
-        self.up, self.down = Link(), Link()
+        self._valve = Valve()
+        self.up, self.down = Link(self._valve), Link(self._valve)
 
     async def listen(self, tls: ssl.SSLContext | None) -> int:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-        sock.bind(("127.0.0.1", self._port))
+        sock.bind((self._address, self._port))
         self._port = sock.getsockname()[1]
         sock.listen(128)
         serve = partial(self._serve, self._changes)
@@ -219,6 +225,10 @@ class Server:
             self.up.bytes_per_s = self.down.bytes_per_s = given["bytes_per_s"]
         elif op == "cut":
             self._cut()
+        elif op == "shut":
+            self._valve.shut_after(given["nbytes"])
+        elif op == "is_shut":
+            return self._valve.is_shut
         elif op == "fault":
             await self._set(Fault(**given["fault"]) if given["fault"] else None)
         elif op == "statistics":
@@ -322,8 +332,8 @@ def _tls(path: str) -> ssl.SSLContext | None:
     return context
 
 
-async def main(upstream_url: str, certificate: str, wrong_certificate: str) -> None:
-    server = Server(upstream_url, _tls(certificate), _tls(wrong_certificate))
+async def main(upstream_url: str, address: str, certificate: str, wrong_certificate: str) -> None:
+    server = Server(upstream_url, address, _tls(certificate), _tls(wrong_certificate))
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)

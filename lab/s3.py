@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,31 @@ class S3Server:
             for page in pages.paginate(Bucket=bucket, Prefix=prefix)
             for entry in page.get("Contents", ())
         }
+
+    def empty(self, bucket: str, prefix: str = "") -> None:
+        """Delete everything that starts with `prefix`."""
+        client = self.client()
+        for key in self.everything(bucket, prefix):
+            client.delete_object(Bucket=bucket, Key=key)
+
+    def contents(self, bucket: str) -> dict[str, bytes]:
+        """The objects of all chunks, by their keys."""
+        client = self.client()
+        return {
+            key: client.get_object(Bucket=bucket, Key=key)["Body"].read()
+            for key in self.objects(bucket)
+        }
+
+    def change(
+        self, bucket: str, change: Callable[[bytes], bytes], keys: Iterable[str] | None = None
+    ) -> int:
+        """Put other bytes in the place of these objects, of all chunks unless told. Returns their
+        number."""
+        client, held = self.client(), self.contents(bucket)
+        wanted = list(held if keys is None else keys)
+        for key in wanted:
+            client.put_object(Bucket=bucket, Key=key, Body=change(held[key]))
+        return len(wanted)
 
 
 @contextmanager

@@ -11,10 +11,37 @@ PIECE_BYTES = 64 * 2**10
 TICK_S = 0.01
 
 
-class Link:
-    """One direction of a network with a limited rate, shared by whoever asks, in turn."""
+class Valve:
+    """Lets all bytes through, or so many more, and then none until it is opened."""
 
     def __init__(self) -> None:
+        self._left: int | None = None
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether somebody has come to it who has to wait."""
+        return self._left is not None and self._left < 0
+
+    def shut_after(self, nbytes: int | None) -> None:
+        """None: open it."""
+        self._left = nbytes
+        self._opened.set() if nbytes is None else self._opened.clear()
+
+    async def take(self, nbytes: int) -> None:
+        if self._left is not None:
+            self._left -= nbytes
+            if self._left < 0:
+                await self._opened.wait()
+
+
+class Link:
+    """One direction of a network with a limited rate, shared by whoever asks, in turn. valve:
+    stands in its way, and perhaps in that of others."""
+
+    def __init__(self, valve: Valve) -> None:
+        self.valve = valve
         self.bytes_per_s: float | None = None
         self.passed_bytes = 0
         self._free_s = 0.0
@@ -28,6 +55,7 @@ class Link:
 
     async def take(self, nbytes: int) -> None:
         self.passed_bytes += nbytes
+        await self.valve.take(nbytes)
         if self.bytes_per_s is None:
             return
         now_s = asyncio.get_running_loop().time()

@@ -11,8 +11,7 @@ from typing import Any
 
 from s3kv import prices
 from s3kv.cli import billing
-from scripts.marks import filled
-from scripts.pictures import ROOT, recorded
+from scripts.marks import ROOT, filled, recorded
 
 CHUNK_TOKENS = 256
 PRICES = prices.TABLE[prices.DEFAULT]

@@ -6,8 +6,7 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.types import ChunkKey, TensorSpec
-from scripts.marks import filled
-from scripts.pictures import ROOT
+from scripts.marks import ROOT, filled
 
 HASH = bytes(range(32))
 PAGE = (3, 2)

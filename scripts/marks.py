@@ -1,14 +1,17 @@
-"""Rendered parts of a document that is otherwise written by hand.
+"""Rendered parts of a document that is otherwise written by hand, and the results they show.
 
 A part stands between `<!-- BEGIN name -->` and `<!-- END name -->`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 _PART = re.compile(r"(<!-- BEGIN (?P<name>[a-z-]+) -->\n).*?(<!-- END (?P=name) -->)", re.DOTALL)
 
 
@@ -19,3 +22,9 @@ def filled(document: Path, parts: Mapping[str, str]) -> str:
     if sorted(names) != sorted(parts):
         raise ValueError(f"{document} has the parts {names}, and {list(parts)} are rendered")
     return _PART.sub(lambda m: f"{m[1]}\n{parts[m['name']].strip()}\n\n{m[3]}", text)
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results/."""
+    result: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return result

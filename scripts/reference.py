@@ -11,8 +11,7 @@ from types import ModuleType
 
 from s3kv import config, errors, types
 from s3kv.library import tiered_store
-from scripts.marks import filled
-from scripts.pictures import ROOT
+from scripts.marks import ROOT, filled
 
 LINE = 88
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

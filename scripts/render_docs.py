@@ -20,7 +20,6 @@ from scripts import (
     dashboard,
     format_example,
     metrics,
-    pictures,
     reference,
     results,
 )
@@ -155,7 +154,6 @@ def command_line() -> str:
 
 def documents() -> dict[str, Callable[[], str]]:
     """Everything that is rendered: its path from the root, and what writes it."""
-    drawn = {f"docs/pictures/{name}.svg": draw for name, draw in pictures.ALL.items()}
     return {
         "README.md": results.readme,
         "deploy/grafana/s3kv.json": dashboard.page,
@@ -168,7 +166,6 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/object-format.md": format_example.page,
         "docs/peers-benchmark.md": results.peers_page,
         "docs/performance.md": results.page,
-        **drawn,
     }
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from benchmarks.peers import defeats
 from benchmarks.simulation.fleet import OURS
-from scripts.marks import filled
-from scripts.pictures import ROOT, recorded
+from scripts.marks import ROOT, filled, recorded
 
 FAILED: dict[str, Any] = {"failed": []}
 """A pass that never was."""

@@ -9,7 +9,7 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -117,6 +117,14 @@ def _driver() -> dict[str, Any]:
         return {"nvidia-smi": done.stderr.strip() or done.stdout.strip()}
     values = [value.strip() for value in done.stdout.split(",")]
     return dict(zip(fields, values, strict=False))
+
+
+def in_turn(
+    names: Iterable[str], rounds: int, measure: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """What is measured of each, in turns, of which the first is not counted: it warms up."""
+    turns = [{name: measure(name) for name in names} for _ in range(rounds + 1)]
+    return {name: [turn[name] for turn in turns[1:]] for name in names}
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.machine import Machine, in_turn
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import Model
 from s3kv.device.copies import BlockCopies
@@ -47,12 +47,7 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
     }
     # The content of the large copy has to be noise, too.
     device.copy_(host)
-    per_s: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            rate = way()
-            if turn:  # the first warms up
-                per_s[name].append(rate)
+    per_s = in_turn(ways, rounds, lambda name: ways[name]())
     medians = {name: statistics.median(rates) for name, rates in per_s.items()}
     return {
         "gb_per_s": {name: round(rate / 1e9, 2) for name, rate in medians.items()},

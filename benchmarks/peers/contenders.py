@@ -53,9 +53,7 @@ class Bucket:
         self.empty(f"{prefix}/")
 
     def empty(self, prefix: str) -> None:
-        client = self.server.client()
-        for key in self.server.everything(self.name, prefix):
-            client.delete_object(Bucket=self.name, Key=key)
+        self.server.empty(self.name, prefix)
 
 
 @dataclass(frozen=True, slots=True)

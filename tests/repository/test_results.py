@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import origin
-from scripts import costs, pictures, results
+from scripts import costs, marks, results
 from tests.project import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,14 +36,14 @@ is accepted. A change that makes a result older names it here, or measures again
 def shown() -> set[str]:
     """The results that the documentation shows."""
     names: set[str] = set()
-    recorded = pictures.recorded
+    recorded = marks.recorded
 
     def noted(name: str) -> dict[str, Any]:
         names.add(name)
         return recorded(name)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (costs, pictures, results):
+        for module in (costs, results):
             patch.setattr(module, "recorded", noted)
         for render in (costs.page, results.page, results.peers_page, results.readme):
             render()

@@ -7,7 +7,7 @@ import re
 
 from s3kv.prices import DEFAULT, TABLE
 from scripts.panels import OWN_PRICES, ROWS
-from scripts.pictures import ROOT
+from tests.project import ROOT
 
 BOARD = json.loads((ROOT / "deploy/grafana/s3kv.json").read_text())
 

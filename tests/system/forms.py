@@ -10,7 +10,7 @@ from s3kv.objects.headers import Mismatch, read_header
 from s3kv.place import Place
 
 
-def plain_of(data: bytes | bytearray) -> bytes | bytearray:
+def plain_of(data: bytes) -> bytes:
     """The plain object of one with digests by xxh3: itself if it is plain, or else what it decodes
     to. Fails if a compressed one does not verify; a plain one is not looked at."""
     header = read_header(memoryview(data))
@@ -31,9 +31,18 @@ def plain_of(data: bytes | bytearray) -> bytes | bytearray:
 
 def plain_bytes(s3: S3Server, bucket: str) -> int:
     """Bytes of all objects of a bucket, each in its plain form."""
-    client = s3.client()
-    answers = (client.get_object(Bucket=bucket, Key=key) for key in s3.objects(bucket))
-    return sum(len(plain_of(answer["Body"].read())) for answer in answers)
+    return sum(len(plain_of(data)) for data in s3.contents(bucket).values())
+
+
+def blank(data: bytes) -> bytes:
+    """A plain object with a payload of zeros, which no digest goes with."""
+    header = read_header(memoryview(data))
+    return data[: header.header_bytes] + bytes(header.payload_bytes)
+
+
+def flipped(data: bytes) -> bytes:
+    """An object with another last byte."""
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 def opened(

@@ -28,6 +28,8 @@ from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server, moto_process
 from lab.zygote import Zygotes
 from tests.system.e2e.pictures import Pictures
+from tests.system.e2e.servers import Store
+from tests.system.kills.aftermath import shared_files
 from tests.versions import since
 
 HERE = Path(__file__).parent
@@ -120,8 +122,7 @@ def new_bucket(s3: S3Server, like: str | None = None) -> Iterator[str]:
     for key in s3.everything(like) if like else ():
         client.copy_object(Bucket=name, Key=key, CopySource={"Bucket": like, "Key": key})
     yield name
-    for key in s3.everything(name):
-        client.delete_object(Bucket=name, Key=key)
+    s3.empty(name)
     client.delete_bucket(Bucket=name)
 
 
@@ -130,6 +131,14 @@ def bucket(s3: S3Server) -> Iterator[str]:
     """An empty bucket of this test's own."""
     with new_bucket(s3) as name:
         yield name
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    """Not started yet."""
+    it = Store()
+    yield it
+    it.kill()
 
 
 class References:
@@ -304,7 +313,7 @@ class Serve:
                 check_metrics(engine)
             if alive and in_process:
                 check_at_rest(engine.call("lab.audit:audit"), at_rest=at_rest)
-            shared = {name for process in processes for name in shared_memory_of(process)}
+            shared = shared_files([process.pid for process in processes])
         assert [p for p in processes if p.is_running() and p.status() != "zombie"] == []
         assert [name for name in shared if Path(name).exists()] == []
 
@@ -431,13 +440,6 @@ def check_at_rest(report: dict[str, Any], *, at_rest: bool = True) -> None:
     outstanding = () if at_rest else ("jobs", "dirty")
     left = {name: n for name, n in report["left"].items() if n and name not in outstanding}
     assert left == {}, report
-
-
-def shared_memory_of(process: psutil.Process) -> set[str]:
-    try:
-        return {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-    except psutil.NoSuchProcess:
-        return set()
 
 
 def slabs(process: psutil.Process) -> set[str]:

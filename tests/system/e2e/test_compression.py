@@ -19,8 +19,7 @@ from lab.s3 import S3Server
 from s3kv.objects.headers import COMPRESSED_TENSOR, read_header
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    References,
-    Serve,
+    Rig,
     answered,
     at_rest,
     changed,
@@ -45,13 +44,6 @@ def of_tier(s3: S3Server, bucket: str, **settings: Any) -> dict[str, Any]:
     return offloading(tier(s3, bucket, **settings), 2**28)
 
 
-def objects(s3: S3Server, bucket: str) -> dict[str, bytes]:
-    client = s3.client()
-    return {
-        key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in s3.objects(bucket)
-    }
-
-
 def check_compressed(stored: dict[str, bytes]) -> None:
     for key, data in stored.items():
         header = read_header(memoryview(data))
@@ -73,28 +65,22 @@ def without_codec(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.timeout(5 * START_AND_STOP_S)
 @pytest.mark.parametrize("connect", [of_connector, of_tier], ids=["connector", "tier"])
 def test_compressed_objects_are_hits_or_misses_and_never_wrong(
-    connect: Callable[..., dict[str, Any]],
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    serve: Serve,
-    reference: References,
-    without_codec: dict[str, str],
+    rig: Rig, connect: Callable[..., dict[str, Any]], without_codec: dict[str, str]
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **EXACT))
-    with serve(tiny, connect(s3, bucket, compress="on"), **EXACT) as engine:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
+    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket, compress="on"), **EXACT) as engine:
         assert answered(engine.generate(PROMPTS)) == ([0, 0], expected)
         at_rest(engine)
-    stored = objects(s3, bucket)
+    stored = rig.s3.contents(rig.bucket)
     assert stored
     check_compressed(stored)
 
-    with serve(tiny, connect(s3, bucket, compress="off"), **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket, compress="off"), **EXACT) as engine:
         assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
         assert at_rest(engine)["fetch_corrupt"] == 0
 
-    with serve(tiny, connect(s3, bucket), env=without_codec, **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket), env=without_codec, **EXACT) as engine:
         assert answered(engine.generate(PROMPTS)) == ([0, 0], expected)
         at_rest(engine)
         assert engine.metrics()["vllm:s3kv_fetch_corrupt_codec_total"] >= len(PROMPTS)
-    assert objects(s3, bucket) == stored, "they are not replaced"
+    assert rig.s3.contents(rig.bucket) == stored, "they are not replaced"

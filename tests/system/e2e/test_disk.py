@@ -3,7 +3,7 @@ has few slots or rows, so that a hit comes from the disk and not from host memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,54 +14,32 @@ from lab.offloading import offloading
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    References,
-    Serve,
+    Rig,
+    answered,
     at_rest,
-    cached,
     changed,
     patient_for,
     tokens,
 )
-from tests.system.e2e.test_failures import Store
-from tests.system.e2e.test_tier import flipped, tier
-from tests.system.forms import plain_of
+from tests.system.e2e.servers import Store
+from tests.system.e2e.test_tier import tier
+from tests.system.forms import flipped, plain_of
 
 PROMPTS = models.prompts(2, 800, seed=37)
 HIT = 6 * 128
 EXACT: dict[str, Any] = {"dtype": "float32"}
 
-Connect = Callable[..., dict[str, Any]]
 
-
-def of_connector(s3: S3Server, bucket: str, **settings: Any) -> dict[str, Any]:
-    return changed(patient_for(s3, bucket, fails=True), **settings)
-
-
-def of_tier(s3: S3Server, bucket: str, **settings: Any) -> dict[str, Any]:
-    return offloading(tier(s3, bucket, fails=True, **settings), 2**28)
-
-
-@pytest.fixture(params=[of_connector, of_tier], ids=["connector", "tier"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
-    disk = {
-        "disk_path": str(tmp_path / "disk"),
-        "disk_bytes": "1GiB",
-        "disk_writes": "all",
-        "on_unavailable": "serve",
-    }
-
-    def connect(s3: S3Server, bucket: str, **settings: Any) -> dict[str, Any]:
-        found: dict[str, Any] = request.param(s3, bucket, **disk | settings)
-        return found
-
-    return connect
-
-
-def fill(serve: Serve, tiny: Path, connector: dict[str, Any]) -> None:
-    """Have an engine compute the prompts, and leave their chunks behind."""
-    with serve(tiny, connector, **EXACT) as engine:
-        engine.generate(PROMPTS)
-        at_rest(engine)
+@pytest.fixture(params=["connector", "tier"])
+def connector(
+    request: pytest.FixtureRequest, s3: S3Server, store: Store, tmp_path: Path
+) -> dict[str, Any]:
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "1GiB", "disk_writes": "all"}
+    place = S3Server(store.url, s3.env), Store.BUCKET
+    settings: dict[str, Any] = {"on_unavailable": "serve", **disk}
+    if request.param == "tier":
+        return offloading(tier(*place, fails=True, **settings), 2**28)
+    return changed(patient_for(*place, fails=True), **settings)
 
 
 def files(tmp_path: Path) -> Sequence[Path]:
@@ -69,47 +47,27 @@ def files(tmp_path: Path) -> Sequence[Path]:
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-def test_a_new_process_is_served_from_the_disk_with_no_bucket(
-    tiny: Path,
-    s3: S3Server,
-    serve: Serve,
-    connect: Connect,
-    reference: References,
-    tmp_path: Path,
+def test_files_serve_a_new_process_without_a_bucket_and_bad_ones_are_a_miss_of_the_disk_alone(
+    rig: Rig, connector: dict[str, Any], store: Store
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **EXACT))
-    store = Store()
-    gone = S3Server(store.url, s3.env)
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
     store.start()
-    fill(serve, tiny, connect(gone, Store.BUCKET))
+    with rig.serve(rig.tiny, connector, **EXACT) as engine:
+        engine.generate(PROMPTS)
+        at_rest(engine)
+    assert len(files(rig.tmp_path)) == 12
+
+    store.remember()
     store.kill()
-    assert len(files(tmp_path)) == 12
+    with rig.serve(rig.tiny, connector, at_rest=False, **EXACT) as engine:
+        assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
 
-    with serve(tiny, connect(gone, Store.BUCKET), at_rest=False, **EXACT) as engine:
-        found = engine.generate(PROMPTS)
-    assert (tokens(found), cached(found)) == (expected, [HIT] * 2)
-
-
-@pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_a_bad_file_is_a_miss_of_the_disk_alone(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    serve: Serve,
-    connect: Connect,
-    reference: References,
-    tmp_path: Path,
-) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **EXACT))
-    fill(serve, tiny, connect(s3, bucket))
-    for file in files(tmp_path):
+    store.start()
+    for file in files(rig.tmp_path):
         file.write_bytes(flipped(file.read_bytes()))
-    with serve(tiny, connect(s3, bucket), **EXACT) as engine:
-        found = engine.generate(PROMPTS)
-        assert (tokens(found), cached(found)) == (expected, [HIT] * 2)
-    client = s3.client()
-    for key in s3.objects(bucket):
-        (file,) = (f for f in files(tmp_path) if f.name.startswith(Path(key).parent.name))
-        data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+    with rig.serve(rig.tiny, connector, **EXACT) as engine:
+        assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
+    for key, data in store.s3.contents(Store.BUCKET).items():
+        (file,) = (f for f in files(rig.tmp_path) if f.name.startswith(Path(key).parent.name))
         is_whole = file.read_bytes() == plain_of(data)
         assert is_whole

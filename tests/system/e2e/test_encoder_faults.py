@@ -89,9 +89,7 @@ def test_one_of_each_kind(pictures: Pictures, s3: S3Server, bucket: str) -> None
     with pictures(ec_connector(s3, bucket)) as engine:
         right = engine.generate([ask(picture) for picture in PICTURES], concurrency=4)
     client = s3.client()
-    objects = {
-        key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in s3.objects(bucket)
-    }
+    objects = s3.contents(bucket)
     assert [len(data) for data in objects.values()] == [ITEM_BYTES] * len(PICTURES)
 
     def put(change: Callable[[dict[str, bytes], str], bytes]) -> None:

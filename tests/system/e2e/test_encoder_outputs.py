@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from lab import vision
 from lab.engine import Answer, Ask, Engine
 from lab.faults import Fault, s3_error
-from lab.proxy import proxy
+from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server
 from s3kv.objects.item_format import ItemFormat
 from s3kv.objects.keys import parse
@@ -19,8 +19,9 @@ from s3kv.types import ItemShape
 from tests.system.e2e.conftest import new_bucket, patient_for, tokens
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
 from tests.system.e2e.test_failures import wait_until
+from tests.system.forms import flipped
 
-IMAGES = list(range(1, 9))
+IMAGES = list(range(1, 13))
 
 
 def requests(engine: Engine, verb: str) -> float:
@@ -81,14 +82,6 @@ def test_a_new_process_encodes_nothing(
     assert len(s3.objects(filled)) == len(IMAGES)
 
 
-def tamper(s3: S3Server, bucket: str, change: Callable[[bytearray], bytes]) -> None:
-    """Put other bytes in the place of every object."""
-    client = s3.client()
-    for key in s3.objects(bucket):
-        data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
-        client.put_object(Bucket=bucket, Key=key, Body=change(data))
-
-
 def zeroed(s3: S3Server, bucket: str) -> None:
     """Every object rightly sealed, with nothing in it."""
     client = s3.client()
@@ -114,44 +107,22 @@ def test_what_is_in_the_bucket_decides_about_the_tokens(
             assert counters(engine)["hits"] == 4
             wrong = [a.tokens != b.tokens for a, b in zip(answers, right[:4], strict=True)]
             assert all(wrong)
-            tamper(s3, bucket, lambda data: bytes(data[:-100]))
+            s3.change(bucket, lambda data: data[:-100])
             truncated = engine.generate([ask(image) for image in IMAGES[4:6]])
-            tamper(s3, bucket, lambda data: bytes(data[:-1]) + bytes([data[-1] ^ 1]))
-            flipped = engine.generate([ask(image) for image in IMAGES[6:]])
+            s3.change(bucket, flipped)
+            changed = engine.generate([ask(image) for image in IMAGES[6:8]])
             count = counters(engine)
     assert tokens(truncated) == tokens(right[4:6])
-    assert tokens(flipped) == tokens(right[6:])
+    assert tokens(changed) == tokens(right[6:8])
     assert count["fetch_corrupt"] == 4
     assert count["encoded"] == 4
     assert count["upload_ok"] == 0, "a consumer saves nothing"
 
 
-def test_requests_for_one_image_share_a_fetch_and_aborts_leave_nothing(
-    pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
-) -> None:
-    assert s3.url is not None
-    with (
-        proxy(s3.url) as slow,
-        pictures(ec_connector(s3, filled, endpoint_url=slow.url, hedge_percent=0.0)) as engine,
-    ):
-        engine.generate([ask(1)])
-        slow.fault(Fault(kind="delay", verbs=("GET",), seconds=3.0))
-        before = slow.statistics().requests["GET"]
-        crowd = [ask(2) for _ in range(6)] + [ask(2, abort_after_s=0.3), ask(3, abort_after_s=0.3)]
-        answers = engine.generate(crowd, concurrency=len(crowd))
-        assert tokens(answers[:6]) == [right[1].tokens] * 6
-        assert [answer.finish_reason for answer in answers[6:]] == ["abort", "abort"]
-        assert slow.statistics().requests["GET"] - before == 2
-        slow.lift()
-        assert tokens(engine.generate([ask(3), ask(4)])) == tokens(right[2:4])
-        assert counters(engine)["encoded"] == 0
-
-
-def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
-    pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
-) -> None:
-    """Slow beyond the deadline, then failing, then gone; and back again."""
-    assert s3.url is not None
+@pytest.fixture(scope="module")
+def by_proxy(pictures: Pictures, s3: S3Server, filled: str) -> Iterator[tuple[Proxy, Engine]]:
+    """An engine, and what stands between it and the bucket. Each test asks for images of its
+    own."""
     settings = {
         "max_wait_ms": 4_000,
         "request_timeout_ms": 10_000,
@@ -159,25 +130,51 @@ def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
         "hedge_percent": 0.0,
     }
     with (
-        proxy(s3.url) as store,
+        proxy(str(s3.url)) as store,
         pictures(ec_connector(s3, filled, endpoint_url=store.url, **settings)) as engine,
     ):
-        store.fault(Fault(kind="delay", verbs=("GET",), seconds=6.0))
-        assert tokens(engine.generate([ask(1)])) == tokens(right[:1])
-        assert counters(engine)["deadline_cuts"] == 1
-        store.fault(s3_error(500, "InternalError"))
-        assert tokens(engine.generate([ask(2), ask(3)])) == tokens(right[1:3])
-        store.fault(Fault(kind="refuse"))
-        gone = engine.generate([ask(4), ask(5), ask(6)])
-        assert tokens(gone) == tokens(right[3:6])
-        count = counters(engine)
-        assert count["encoded"] == 6
-        assert count["hits"] == 0
-        assert count["fetch_failed"] >= 3
-        store.lift()
-        time.sleep(1.0)  # twice the breaker's first pause
-        assert tokens(engine.generate([ask(7), ask(8)])) == tokens(right[6:])
-        assert counters(engine)["hits"] == 2
+        yield store, engine
+
+
+def test_requests_for_one_image_share_a_fetch_and_aborts_leave_nothing(
+    by_proxy: tuple[Proxy, Engine], right: list[Answer]
+) -> None:
+    slow, engine = by_proxy
+    engine.generate([ask(1)])
+    before, encoded = slow.statistics().requests["GET"], counters(engine)["encoded"]
+    slow.fault(Fault(kind="delay", verbs=("GET",), seconds=2.0))
+    crowd = [ask(2) for _ in range(6)] + [ask(2, abort_after_s=0.3), ask(3, abort_after_s=0.3)]
+    answers = engine.generate(crowd, concurrency=len(crowd))
+    assert tokens(answers[:6]) == [right[1].tokens] * 6
+    assert [answer.finish_reason for answer in answers[6:]] == ["abort", "abort"]
+    assert slow.statistics().requests["GET"] - before == 2
+    slow.lift()
+    assert tokens(engine.generate([ask(3), ask(4)])) == tokens(right[2:4])
+    assert counters(engine)["encoded"] == encoded
+
+
+def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
+    by_proxy: tuple[Proxy, Engine], right: list[Answer]
+) -> None:
+    """Slow beyond the deadline, then failing, then gone; and back again."""
+    store, engine = by_proxy
+    before = counters(engine)
+    store.fault(Fault(kind="delay", verbs=("GET",), seconds=6.0))
+    assert tokens(engine.generate([ask(5)])) == tokens(right[4:5])
+    assert counters(engine)["deadline_cuts"] == before["deadline_cuts"] + 1
+    store.fault(s3_error(500, "InternalError"))
+    assert tokens(engine.generate([ask(6), ask(7)])) == tokens(right[5:7])
+    store.fault(Fault(kind="refuse"))
+    gone = engine.generate([ask(8), ask(9), ask(10)])
+    assert tokens(gone) == tokens(right[7:10])
+    count = counters(engine) - before
+    assert count["encoded"] == 6
+    assert count["hits"] == 0
+    assert count["fetch_failed"] >= 3
+    store.lift()
+    time.sleep(1.0)  # twice the breaker's first pause
+    assert tokens(engine.generate([ask(11), ask(12)])) == tokens(right[10:])
+    assert counters(engine)["hits"] == before["hits"] + 2
 
 
 @pytest.mark.long

@@ -18,13 +18,12 @@ from s3kv.objects import keys
 from s3kv.objects.encryption import MasterKey
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    References,
-    Serve,
+    Rig,
     answered,
     at_rest,
     tokens,
 )
-from tests.system.e2e.test_compression import objects, of_connector, of_tier
+from tests.system.e2e.test_compression import of_connector, of_tier
 
 pytest.importorskip("blosc2")
 
@@ -69,36 +68,28 @@ def connect(request: pytest.FixtureRequest, s3: S3Server, bucket: str, tmp_path:
 
 
 @pytest.mark.timeout(5 * START_AND_STOP_S)
-def test_what_one_key_has_encrypted_that_key_alone_decrypts(
-    connect: Connect,
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    serve: Serve,
-    reference: References,
-    tmp_path: Path,
-) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **EXACT))
-    disk = tmp_path / "disk"
+def test_what_one_key_has_encrypted_that_key_alone_decrypts(rig: Rig, connect: Connect) -> None:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
+    disk = rig.tmp_path / "disk"
     on_disk = {"disk_path": str(disk), "disk_bytes": "1GiB", "disk_writes": "all"}
-    with serve(tiny, connect(FIRST, compress="on", **on_disk), **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(FIRST, compress="on", **on_disk), **EXACT) as engine:
         assert answered(engine.generate(PROMPTS)) == ([0, 0], expected)
         at_rest(engine)
-    stored = objects(s3, bucket)
+    stored = rig.s3.contents(rig.bucket)
     check_encrypted(stored)
     (nbytes,) = {len(data) for key, data in stored.items() if keys.parse(key)}
     assert nbytes < 0.9 * 2 ** nbytes.bit_length(), "it is compressed: plain ones are 2^n and more"
     files = [*(disk / "v3").rglob("*.safetensors")]
     check_encrypted({f"s3kv/v3/{_key(disk, file)}": file.read_bytes() for file in files})
 
-    with serve(tiny, connect(SECOND, FIRST), **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(SECOND, FIRST), **EXACT) as engine:
         assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
         assert at_rest(engine)["fetch_corrupt"] == 0
 
-    with serve(tiny, connect(OTHER), **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(OTHER), **EXACT) as engine:
         assert answered(engine.generate(PROMPTS)) == ([0, 0], expected)
         assert at_rest(engine)["fetch_corrupt"] == 0, "it asks for other names"
-    after = objects(s3, bucket)
+    after = rig.s3.contents(rig.bucket)
     assert {key: after[key] for key in stored} == stored
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from lab.engine import Engine
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
     Rig,
-    Serve,
     answered,
     at_rest,
     cached,
@@ -56,14 +54,14 @@ def test_fp8_kv_cache(rig: Rig) -> None:
 
 
 @pytest.mark.long
-def test_pooling(tiny: Path, patient: dict[str, Any], serve: Serve) -> None:
+def test_pooling(rig: Rig) -> None:
     """Embeddings of prompts, of a model that would otherwise generate."""
     args: dict[str, Any] = {"runner": "pooling", "convert": "embed", **FLOAT32}
-    with serve(tiny, patient, **args) as engine:
+    with rig.serve(rig.tiny, rig.patient, **args) as engine:
         assert embedded(engine, [0] * 3)
         at_rest(engine)
         expected = embedded(engine, [HIT] * 3)
-    with serve(tiny, patient, **args) as engine:
+    with rig.serve(rig.tiny, rig.patient, **args) as engine:
         from_bucket = embedded(engine, [HIT] * 3)
         assert at_rest(engine)["hit_tokens_bucket"] == 3 * HIT
         engine.reset_prefix_cache()
@@ -80,14 +78,14 @@ def embedded(engine: Engine, hits: Sequence[int]) -> list[list[float]]:
 
 
 @pytest.mark.nightly
-def test_a_prompt_of_32_000_tokens(models_dir: Path, patient: dict[str, Any], serve: Serve) -> None:
+def test_a_prompt_of_32_000_tokens(rig: Rig) -> None:
     """Computed in steps of 8,192 tokens, and read in one. In bf16: the hits are equally long."""
-    model = models.build(models_dir, models.LONG)
+    model = models.build(rig.models_dir, models.LONG)
     prompts = models.prompts(1, 32_000, seed=52)
     args = {"max_model_len": 32_200, "max_num_batched_tokens": 8_192}
-    chunked = changed(patient, chunk_tokens=1_024)
+    chunked = changed(rig.patient, chunk_tokens=1_024)
     hit = 32_000 // 1_024 * 1_024
-    with serve(model, chunked, **args) as engine:
+    with rig.serve(model, chunked, **args) as engine:
         engine.generate(prompts)
         assert at_rest(engine)["upload_ok"] == hit // 1_024
         engine.reset_prefix_cache()
@@ -96,7 +94,7 @@ def test_a_prompt_of_32_000_tokens(models_dir: Path, patient: dict[str, Any], se
         engine.limit_hits(hit)
         (expected,) = engine.generate(prompts)
     assert expected.cached_tokens == hit
-    with serve(model, chunked, **args) as engine:
+    with rig.serve(model, chunked, **args) as engine:
         (answer,) = engine.generate(prompts)
         assert at_rest(engine)["hit_tokens_bucket"] == hit
     assert answer.cached_tokens == hit

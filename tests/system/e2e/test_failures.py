@@ -5,20 +5,20 @@ Everything here runs in float32, where a token does not depend on how long the h
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from lab import models
 from lab.engine import Answer, Engine, EngineFailed
-from lab.s3 import S3Server, moto_process
-from lab.service import free_ports
+from lab.faults import s3_error
+from lab.proxy import proxy
+from lab.s3 import S3Server
 from tests.system.e2e.conftest import SECOND, References, Rig, changed, patient_for, tokens
-from tests.system.e2e.servers import denying_server, valve
+from tests.system.e2e.servers import Store
 
 CHUNKS = 4
 PROMPTS = models.prompts(6, CHUNKS * 128 + 40)
@@ -91,8 +91,9 @@ def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) 
 def test_permissions_that_allow_nothing(rig: Rig, expected: list[Answer]) -> None:
     """The log names each permission that is missing, once, however often it is missed."""
     log = rig.tmp_path / "log"
-    with denying_server() as url:
-        connector = patient_for(S3Server(url, rig.s3.env), "kv-cache", fails=True)
+    with proxy(str(rig.s3.url)) as store:
+        store.fault(s3_error(403, "AccessDenied"))
+        connector = patient_for(S3Server(store.url, rig.s3.env), "kv-cache", fails=True)
         connector = changed(connector, on_unavailable="serve")
         with Engine(
             rig.tiny, connector=connector, log_path=log, env=rig.s3.env, dtype="float32"
@@ -112,87 +113,17 @@ def test_permissions_that_allow_nothing(rig: Rig, expected: list[Answer]) -> Non
     said = [line for line in said if "the namespace's manifest cannot be read" not in line]
     for action in ("s3:ListBucket", "s3:GetObject", "s3:PutObject"):
         (line,) = [line for line in said if f": {action} on arn:aws:s3:::kv-cache" in line]
-        assert url in line
+        assert store.url in line
         assert "403" in line
     assert any("without s3:ListBucket" in line for line in said)
-
-
-class Store:
-    """An S3 at one address that can be killed, and come back there with what it held."""
-
-    BUCKET = "kv-cache"
-
-    def __init__(self) -> None:
-        (self._port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._running = contextlib.ExitStack()
-        self._held: dict[str, bytes] = {}
-
-    def start(self) -> None:
-        self.s3 = self._running.enter_context(moto_process(self._port))
-        self.s3.client().create_bucket(Bucket=self.BUCKET)
-        for key, body in self._held.items():
-            self.s3.client().put_object(Bucket=self.BUCKET, Key=key, Body=body)
-
-    def remember(self) -> None:
-        client = self.s3.client()
-        self._held = {
-            key: client.get_object(Bucket=self.BUCKET, Key=key)["Body"].read()
-            for key in self.s3.objects(self.BUCKET)
-        }
-
-    def kill(self) -> None:
-        self._running.close()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    it = Store()
-    yield it
-    it.kill()
-
-
-def test_a_store_that_comes_and_goes(rig: Rig, store: Store, expected: list[Answer]) -> None:
-    """Not there at the start, then there, killed in the middle of fetches, and there again."""
-    connector = patient_for(S3Server(store.url, rig.s3.env), Store.BUCKET, fails=True)
-    connector = changed(connector, on_unavailable="serve", **FEW_SLOTS)
-    with rig.serve(rig.tiny, connector, dtype="float32") as engine:
-        asker = Asker(engine, expected)
-        asker.ask(0, 1)
-        asker.ask(*range(len(PROMPTS)))
-
-        store.start()
-        everything = CHUNKS * len(PROMPTS)
-        asker.ask_until(
-            "everything is in the bucket", lambda: len(store.s3.objects(Store.BUCKET)) == everything
-        )
-        asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
-
-        store.remember()
-        engine.reset_prefix_cache()
-        pending = engine.begin_generate(PROMPTS, concurrency=3)
-        store.kill()
-        asker.check([Answer(**answer) for answer in pending.result()], range(len(PROMPTS)))
-        asker.ask(*range(len(PROMPTS)))
-
-        store.start()
-        before = asker.bucket_hits()
-        asker.ask_until("the bucket is used again", lambda: asker.bucket_hits() > before)
-    log = engine.log_path.read_text()
-    assert "s3kv serves without the bucket" in log
-    assert "s3kv: fetch failed" in log
 
 
 # ------------------------------------------------------------------------- the I/O process
 
 
-def port_of(s3: S3Server) -> int:
-    return int(str(s3.url).rpartition(":")[2])
-
-
 @pytest.mark.core
 def test_the_io_process_killed_in_the_middle(rig: Rig, expected: list[Answer]) -> None:
-    with valve(port_of(rig.s3)) as slow:
+    with proxy(str(rig.s3.url)) as slow:
         connector = changed(
             patient_for(S3Server(slow.url, rig.s3.env), rig.bucket, fails=True), **FEW_SLOTS
         )
@@ -224,27 +155,54 @@ def kill_io(engine: Engine) -> None:
     process.kill()
 
 
-def test_the_io_process_stopped_and_the_engine_killed(rig: Rig, expected: list[Answer]) -> None:
-    connector = changed(rig.patient, max_wait_ms=1_500, **FEW_SLOTS)
+def test_a_store_that_comes_and_goes_and_an_io_process_that_is_stopped(
+    rig: Rig, store: Store, expected: list[Answer]
+) -> None:
+    """The store is not there at the start, then there, killed in the middle of fetches, and there
+    again. In the end the engine's own process is killed, with uploads under way."""
+    connector = patient_for(S3Server(store.url, rig.s3.env), Store.BUCKET, fails=True)
+    connector = changed(connector, on_unavailable="serve", max_wait_ms=1_500, **FEW_SLOTS)
     with rig.serve(rig.tiny, connector, dtype="float32") as engine:
         asker = Asker(engine, expected)
+        asker.ask(0, 1)
+        asker.ask(*range(len(PROMPTS)))
+
+        store.start()
+        everything = CHUNKS * len(PROMPTS)
+        asker.ask_until(
+            "everything is in the bucket", lambda: len(store.s3.objects(Store.BUCKET)) == everything
+        )
         asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
+
+        store.remember()
+        engine.reset_prefix_cache()
+        pending = engine.begin_generate(PROMPTS, concurrency=3)
+        store.kill()
+        asker.check([Answer(**answer) for answer in pending.result()], range(len(PROMPTS)))
+        asker.ask(*range(len(PROMPTS)))
+
+        store.start()
+        before = asker.bucket_hits()
+        asker.ask_until("the bucket is used again", lambda: asker.bucket_hits() > before)
+
         (process,) = engine.io_processes()
         cuts = engine.metrics()["vllm:s3kv_deadline_cuts_total"]
-
         process.send_signal(signal.SIGSTOP)
         for number in range(len(PROMPTS)):
             asker.ask(number)
         assert engine.metrics()["vllm:s3kv_deadline_cuts_total"] > cuts
 
         process.send_signal(signal.SIGCONT)
-        before = asker.bucket_hits()
-        asker.ask_until("the bucket is used again", lambda: asker.bucket_hits() > before)
+        hits = asker.bucket_hits()
+        asker.ask_until("the bucket is used once more", lambda: asker.bucket_hits() > hits)
         assert engine.io_processes() == [process]
 
-        # The engine's own process alone, with uploads under way: nothing may outlive it.
+        # Nothing may outlive the engine's own process.
         engine.reset_prefix_cache()
         engine.begin_generate(models.prompts(4, 1_000, seed=7), concurrency=4)
         (main,) = set(engine.processes()) - {process}
         main.kill()
         wait_until("all processes end", lambda: not engine.processes())
+    log = engine.log_path.read_text()
+    assert "s3kv serves without the bucket" in log
+    assert "s3kv: fetch failed" in log

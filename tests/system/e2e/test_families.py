@@ -15,8 +15,6 @@ import pytest
 
 from lab import families, models
 from lab.engine import Ask
-from lab.s3 import S3Server
-from s3kv.objects.headers import read_header
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
     Rig,
@@ -31,6 +29,7 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.test_failures import wait_until
+from tests.system.forms import blank
 from tests.versions import VERSION
 
 EXACT = {"dtype": "float32"}
@@ -98,19 +97,6 @@ CASES = (
 """The layers of `gemma4_shared` without KV of their own add nothing to an object, and no object."""
 
 
-def zeroed(s3: S3Server, bucket: str, coverage: int) -> int:
-    """Replace the payload of every object of this coverage by zeros. Returns their number."""
-    client, count = s3.client(), 0
-    for key in s3.objects(bucket):
-        if f"/g{coverage}-" in key:
-            data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
-            header = read_header(memoryview(data))
-            blank = data[: header.header_bytes] + bytes(header.payload_bytes)
-            client.put_object(Bucket=bucket, Key=key, Body=blank)
-            count += 1
-    return count
-
-
 def shared_prefix(count: int) -> list[Ask]:
     """Requests whose prompts have their first `SHARED` tokens in common."""
     (shared,) = models.prompts(1, SHARED, seed=3)
@@ -140,7 +126,8 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(rig: Rig, case: Case) -> Non
     found = in_every_tier(rig.serve, model, connector, asks, **case.args)
     check_tiers(found, expected, case.hit, cold=not case.states)
     for coverage in case.zeroed:
-        assert zeroed(rig.s3, rig.bucket, coverage) >= 2
+        of_it = [key for key in rig.objects() if f"/g{coverage}-" in key]
+        assert rig.s3.change(rig.bucket, blank, of_it) >= 2
         with rig.serve(model, connector, **case.args) as engine:
             wrong = engine.generate(asks)
         assert cached(wrong) == [case.hit] * 2

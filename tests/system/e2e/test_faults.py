@@ -7,14 +7,10 @@ float32, where they do not depend on how long the hit was.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-import pytest
-
-from lab.engine import Answer
 from lab.proxy import proxy
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import References, Rig, changed, patient_for
+from tests.system.e2e.conftest import Rig, changed, patient_for
 from tests.system.e2e.test_failures import CHUNKS, FEW_SLOTS, PROMPTS, Asker
 from tests.system.faults.cases import CASES
 
@@ -38,12 +34,8 @@ STRUCK = {
 }
 
 
-@pytest.fixture
-def expected(tiny: Path, reference: References) -> list[Answer]:
-    return reference(tiny, PROMPTS, dtype="float32")
-
-
-def test_one_of_each_kind(rig: Rig, expected: list[Answer]) -> None:
+def test_one_of_each_kind(rig: Rig) -> None:
+    expected = rig.reference(rig.tiny, PROMPTS, dtype="float32")
     with proxy(str(rig.s3.url)) as store:
         connector = patient_for(S3Server(store.url, rig.s3.env), rig.bucket, fails=True)
         connector = changed(connector, **FEW_SLOTS, **SOON)

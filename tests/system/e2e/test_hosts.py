@@ -24,17 +24,16 @@ from lab import models
 from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Ask, Engine, EngineFailed, Pending
 from lab.hosts import Host, gateway, hosts, on_ray, start_ray
+from lab.proxy import proxy
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, changed, slabs
-from tests.system.e2e.servers import valve
-from tests.system.e2e.test_failures import port_of, wait_until
+from tests.system.e2e.test_failures import CHUNK_BYTES, wait_until
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP, holds
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
 
 PROMPTS = models.prompts(3, 800)
 CHUNKS = 6
-CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
 # With a connector vLLM waits for every rank's result, also for that of a rank that is gone.
 STEP_TIMEOUT = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60"}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
@@ -178,7 +177,7 @@ def test_killed_and_started_again_it_hits(
     rig: Rig, spread: Spread, engine_args: dict[str, Any], parts: set[str]
 ) -> None:
     expected = rig.truth(PROMPTS)
-    with hosts("one", "two") as them, valve(port_of(rig.s3), gateway(them[0])) as store:
+    with hosts("one", "two") as them, proxy(str(rig.s3.url), address=gateway(them[0])) as store:
         settings = {
             "connector": changed(rig.patient, endpoint_url=store.url),
             "dtype": "float32",
@@ -245,7 +244,7 @@ def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_sto
     settings: dict[str, Any] = {"dtype": "float32", **TENSOR}
     seed(rig.tiny, rig.s3, rig.bucket, rig.tmp_path, connector=rig.patient, **settings)
     stored = rig.s3.everything(rig.bucket)
-    with hosts("one", "two") as them, valve(port_of(rig.s3), gateway(them[0])) as store:
+    with hosts("one", "two") as them, proxy(str(rig.s3.url), address=gateway(them[0])) as store:
         settings["connector"] = changed(rig.patient, endpoint_url=store.url)
         with by_ray(them, rig.tiny, rig.tmp_path, rig.s3.env | STEP_TIMEOUT, **settings) as engine:
             check_local(them, rig.s3.env)

@@ -20,13 +20,12 @@ from lab import models
 from lab.engine import Answer, Engine, Pending
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import Rig, Serve, cached, changed, tokens
+from tests.system.e2e.test_failures import FEW_SLOTS
 from tests.system.e2e.test_tier import with_few_rows
 from tests.system.kills.aftermath import check_objects, shared_files, slabs, wait_until
 
 CHUNKS = 4
 PROMPTS = models.prompts(12, CHUNKS * 128 + 40, seed=11)
-CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
-FEW_SLOTS = {"host_bytes": 10 * (CHUNK_BYTES + 2 * 4096)}
 FLOAT32 = {"dtype": "float32"}
 
 

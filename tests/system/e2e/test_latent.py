@@ -89,10 +89,7 @@ def test_every_tier_serves_all_ranks_from_one_object(
     assert len(found) == 2 * CHUNKS
     assert {name for shard in found.values() for name in shard} == {"h0-0of1-l0-3of4"}
 
-    client = rig.s3.client()
-    for key in of_the_first:
-        data = bytearray(client.get_object(Bucket=rig.bucket, Key=key)["Body"].read())
-        client.put_object(Bucket=rig.bucket, Key=key, Body=bytes(zeroed(data)))
+    rig.s3.change(rig.bucket, zeroed, of_the_first)
     with engine() as warm:
         zeros, read = warm.generate(PROMPTS)
         count = warm.metrics()

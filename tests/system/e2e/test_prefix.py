@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -22,7 +21,6 @@ from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
     SECOND,
     START_AND_STOP_S,
-    References,
     Rig,
     Serve,
     answered,
@@ -33,7 +31,7 @@ from tests.system.e2e.conftest import (
     patient_for,
     tokens,
 )
-from tests.system.forms import plain_bytes, plain_of
+from tests.system.forms import blank, flipped, plain_bytes, plain_of
 
 PROMPTS = models.prompts(4, 800)
 CHUNKS = 6
@@ -142,40 +140,31 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
 
 
 def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
-    tiny: Path, s3: S3Server, library: Library, serve: Serve, reference: References
+    rig: Rig, library: Library
 ) -> None:
     """Zeroed KV under a valid digest is served and changes the tokens, or this suite proves
     nothing. Damage of any kind is a miss from there on, and what was damaged or is missing is saved
     again."""
-    whole = reference(tiny, PROMPTS[:1], **SECOND)
-    nothing = reference(tiny, PROMPTS[1:3], hit_tokens=0, **SECOND)
-    part = reference(tiny, PROMPTS[3:], hit_tokens=256, **SECOND)
-    client = s3.client()
-    with new_bucket(s3, like=library.bucket) as bucket:
-
-        def rewrite(key: str, change: Any) -> None:
-            client.put_object(Bucket=bucket, Key=key, Body=bytes(change(bytearray(body(key)))))
-
-        def body(key: str) -> bytes:
-            return bytes(client.get_object(Bucket=bucket, Key=key)["Body"].read())
-
+    whole = rig.reference(rig.tiny, PROMPTS[:1], **SECOND)
+    nothing = rig.reference(rig.tiny, PROMPTS[1:3], hit_tokens=0, **SECOND)
+    part = rig.reference(rig.tiny, PROMPTS[3:], hit_tokens=256, **SECOND)
+    with new_bucket(rig.s3, like=library.bucket) as bucket:
         broken = [library.keys[1][0], library.keys[2][0], library.keys[2][1], library.keys[3][2]]
-        complete = set(s3.objects(bucket))
-        for key in library.keys[0]:
-            rewrite(key, zeroed)
-        rewrite(library.keys[1][0], flipped)
-        rewrite(library.keys[2][0], lambda data: data[:-1])
-        rewrite(library.keys[2][1], lambda data: body(library.keys[0][1]))
-        client.delete_object(Bucket=bucket, Key=library.keys[3][2])
+        complete = set(rig.s3.objects(bucket))
+        rig.s3.change(bucket, zeroed, library.keys[0])
+        another = rig.s3.contents(bucket)[library.keys[0][1]]
+        rig.s3.change(bucket, flipped, [library.keys[1][0]])
+        rig.s3.change(bucket, lambda data: data[:-1], [library.keys[2][0]])
+        rig.s3.change(bucket, lambda data: another, [library.keys[2][1]])
+        rig.s3.client().delete_object(Bucket=bucket, Key=library.keys[3][2])
 
         # Chunks behind a damaged one are read, and replaced, only if all are asked for at once.
-        at_once = changed(patient_for(s3, bucket), probe_chunks=CHUNKS)
-        with serve(tiny, at_once, **SECOND) as engine:
+        at_once = changed(patient_for(rig.s3, bucket), probe_chunks=CHUNKS)
+        with rig.serve(rig.tiny, at_once, **SECOND) as engine:
             zeros, *damaged = engine.generate(PROMPTS)
             done = at_rest(engine)
             metrics = engine.metrics()
-        kept = set(s3.objects(bucket))
-        replaced = {key: body(key) for key in broken}
+        kept = rig.s3.contents(bucket)
 
     assert zeros.cached_tokens == HIT
     assert zeros.tokens != whole[0].tokens
@@ -185,8 +174,8 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
     for reason in ("digest", "length", "block_hash"):
         assert done[f"fetch_corrupt_{reason}"] == 1
         assert metrics[f"vllm:s3kv_fetch_corrupt_{reason}_total"] == 1
-    assert kept == complete
-    assert [*replaced] == [key for key, data in replaced.items() if same_chunk(data, key)]
+    assert kept.keys() == complete
+    assert broken == [key for key in broken if same_chunk(kept[key], key)]
 
 
 def test_prompts_of_all_lengths(rig: Rig) -> None:
@@ -232,15 +221,13 @@ def test_own_hit_ends_within_a_chunk(rig: Rig) -> None:
     assert done["hit_tokens_host"] == 256 + (768 - 3 * 128)
 
 
-def zeroed(data: bytearray) -> bytearray:
+def zeroed(data: bytes) -> bytes:
     """The plain object of one segment with a payload of zeros and the digest that goes with it."""
-    data = bytearray(plain_of(data))
+    data = blank(plain_of(data))
     header = read_header(memoryview(data))
-    size, (said,) = header.header_bytes, header.digests
-    data[size:] = bytes(len(data) - size)
-    digest = xxhash.xxh3_128_hexdigest(data[size:])
-    data[:size] = data[:size].replace(said.encode(), digest.encode())
-    return data
+    (said,) = header.digests
+    digest = xxhash.xxh3_128_hexdigest(data[header.header_bytes :])
+    return data.replace(said.encode(), digest.encode(), 1)
 
 
 def same_chunk(data: bytes, key: str) -> bool:
@@ -250,8 +237,3 @@ def same_chunk(data: bytes, key: str) -> bool:
     assert address is not None
     whole = (xxhash.xxh3_128_hexdigest(data[header.header_bytes :]),) == header.digests
     return whole and header.block_hash == address.key.block_hash
-
-
-def flipped(data: bytearray) -> bytearray:
-    data[-100] ^= 1
-    return data

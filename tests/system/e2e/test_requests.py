@@ -23,7 +23,6 @@ from tests.system.e2e.conftest import (
     Aborts,
     Rig,
     Serve,
-    Truth,
     answered,
     at_rest,
     cached,
@@ -73,13 +72,13 @@ def connector(s3: S3Server, library: Library) -> Iterator[dict[str, Any]]:
 
 
 def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(
-    tiny: Path, connector: dict[str, Any], library: Library, serve: Serve, truth: Truth
+    rig: Rig, connector: dict[str, Any], library: Library
 ) -> None:
     crowd = [LONG[0][: 6 * 128] + tail[:60] for tail in TAILS[:32]]
     second_turn = FIRST_TURN + library.answer + TAILS[0][:100]
-    with serve(tiny, connector, max_num_seqs=32, **FLOAT32) as engine:
+    with rig.serve(rig.tiny, connector, max_num_seqs=32, **FLOAT32) as engine:
         answers = engine.generate(crowd, concurrency=32)
-        assert tokens(answers) == truth(crowd)
+        assert tokens(answers) == rig.truth(crowd)
         # Nobody computed a prefix; who came after the first may have found it in the engine.
         assert cached(answers) == [6 * 128] * 32
         crowded = at_rest(engine)
@@ -88,7 +87,7 @@ def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(
         assert crowded["hit_tokens_bucket"] >= 6 * 128
 
         answers = engine.generate([second_turn])
-        assert tokens(answers) == truth([second_turn])
+        assert tokens(answers) == rig.truth([second_turn])
         # All of the first turn but its last token, whose KV nobody needed to compute.
         assert cached(answers) == [799 // 128 * 128]
         done = at_rest(engine) - crowded
@@ -181,7 +180,7 @@ def test_roles(rig: Rig, connector: dict[str, Any], role: str) -> None:
 
 
 def test_salts_and_an_engine_without_a_cache_of_its_own(
-    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth
+    rig: Rig, connector: dict[str, Any]
 ) -> None:
     prompt = LONG[0]
     asked = [
@@ -193,9 +192,9 @@ def test_salts_and_an_engine_without_a_cache_of_its_own(
         Ask(prompt),
     ]
     one_probe = changed(connector, probe_chunks=1)
-    with serve(tiny, one_probe, enable_prefix_caching=False, **FLOAT32, **SECOND) as engine:
+    with rig.serve(rig.tiny, one_probe, enable_prefix_caching=False, **FLOAT32, **SECOND) as engine:
         answers = [answer for ask in asked for answer in engine.generate([ask])]
         done = at_rest(engine)
-    assert answered(answers) == ([HIT, HIT, 0, HIT, 0, HIT], truth([prompt]) * 6)
+    assert answered(answers) == ([HIT, HIT, 0, HIT, 0, HIT], rig.truth([prompt]) * 6)
     assert done["hit_tokens_bucket"] == HIT
     assert done["hit_tokens_host"] == 3 * HIT

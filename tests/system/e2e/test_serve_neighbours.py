@@ -1,10 +1,9 @@
-"""vLLM's HTTP server beside others on its host: a port in use, a second server, a kill -9."""
+"""vLLM's HTTP server beside others on its host: a port in use, and a second server."""
 
 from __future__ import annotations
 
 import socket
 
-import psutil
 import pytest
 
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig
@@ -26,23 +25,6 @@ def test_a_server_whose_port_is_in_use_ends_with_that(rig: Rig) -> None:
             server.kill()
     last = [line for line in printed if line.strip()][-1]
     assert last.endswith("Address already in use")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_what_outlives_a_kill_9_ends_when_it_is_told(rig: Rig) -> None:
-    """vLLM's engine outlives its server, with or without s3kv. It gets a SIGTERM here, as from the
-    `pkill` of the quick start, and takes the I/O process along."""
-
-    def running(word: str) -> list[psutil.Process]:
-        return [p for p in server.processes() if word in " ".join(p.cmdline())]
-
-    with vllm_serve(rig.tiny, rig.patient, rig.s3.env, rig.tmp_path / "server.log") as server:
-        assert running("s3kv.io")
-        server.kill_first()
-        for engine in running("VLLM::EngineCore"):
-            engine.terminate()
-        wait_until("all processes end", lambda: not server.processes(), 120.0)
 
 
 @pytest.mark.nightly

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab import models
 from lab.engine import Ask
-from tests.system.e2e.conftest import References, Rig, Serve, at_rest, cached, changed, tokens
+from tests.system.e2e.conftest import Rig, at_rest, cached, changed, tokens
 
 FLOAT32 = {"dtype": "float32"}
 CHUNK_BYTES = 128 * 4_096 + 4_096
@@ -46,7 +44,7 @@ def draw_asks(draw: random.Random, count: int) -> list[Ask]:
 
 
 @pytest.mark.long
-def test_soak(tiny: Path, patient: dict[str, Any], serve: Serve, reference: References) -> None:
+def test_soak(rig: Rig) -> None:
     """88 requests, eight at once, in a KV cache of 24 blocks and a slab of 16 chunks.
 
     S3KV_SEED repeats a run, as far as the machine lets it: aborts happen at a time, and what the
@@ -55,21 +53,21 @@ def test_soak(tiny: Path, patient: dict[str, Any], serve: Serve, reference: Refe
     seed = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**32)))
     print(f"S3KV_SEED={seed}")
     asks = crowd(seed) + draw_asks(random.Random(seed), 80)
-    tight = changed(patient, host_bytes=16 * CHUNK_BYTES)
+    tight = changed(rig.patient, host_bytes=16 * CHUNK_BYTES)
     sizes = {
         "num_gpu_blocks_override": 24,
         "max_model_len": 2_048,
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
     }
-    with serve(tiny, tight, **sizes, **FLOAT32) as engine:
+    with rig.serve(rig.tiny, tight, **sizes, **FLOAT32) as engine:
         answers = engine.generate(asks, concurrency=8, timeout_s=200)
         done = at_rest(engine)
         preemptions = engine.metrics()["vllm:num_preemptions_total"]
     whole = [(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
     assert {answer.finish_reason for _, answer in whole} == {"length", "abort"}
     # An aborted answer is right as far as it goes.
-    expected = reference.engine(tiny, **FLOAT32).generate(
+    expected = rig.reference.engine(rig.tiny, **FLOAT32).generate(
         [Ask(ask.prompt, len(answer.tokens)) for ask, answer in whole if answer.tokens],
         concurrency=16,
     )
@@ -79,12 +77,15 @@ def test_soak(tiny: Path, patient: dict[str, Any], serve: Serve, reference: Refe
         assert done[counter] > 0, counter
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
-def test_ten_lives_on_one_bucket(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    "lives",
+    [pytest.param(3, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.nightly)],
+)
+def test_one_life_after_another_on_one_bucket(rig: Rig, lives: int) -> None:
     prompts = models.prompts(3, 700, seed=20)
     expected = rig.reference(rig.tiny, prompts)
-    for life in range(10):
+    for life in range(lives):
         with rig.serve(rig.tiny, rig.patient) as engine:
             answers = engine.generate(prompts)
             done = at_rest(engine)

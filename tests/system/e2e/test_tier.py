@@ -7,7 +7,7 @@ length of a hit does not change the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,10 @@ from lab import latent, models
 from lab.engine import Answer, Ask, Engine
 from lab.offloading import offloading
 from lab.s3 import S3Server
-from s3kv.objects.headers import read_header
 from tests.system.e2e.conftest import (
     SECOND,
     START_AND_STOP_S,
-    References,
-    Serve,
+    Rig,
     at_rest,
     cached,
     check_tiers,
@@ -31,15 +29,15 @@ from tests.system.e2e.conftest import (
     patient_for,
     tokens,
 )
-from tests.system.e2e.test_failures import Store, wait_until
+from tests.system.e2e.servers import Store
+from tests.system.e2e.test_failures import CHUNK_BYTES, wait_until
 from tests.system.e2e.test_families import GRANITE4, QWEN3_NEXT, model_of
+from tests.system.forms import blank, flipped
 
 PROMPTS = models.prompts(2, 800, seed=80)
 CHUNKS = 6
 HIT = CHUNKS * 128
 EXACT: dict[str, Any] = {"dtype": "float32"}
-CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
-"""Of the tiny model in float32."""
 
 
 VLLMS = {"host_bytes", "chunk_tokens"}
@@ -87,68 +85,37 @@ CASES = (
 )
 
 
-def damage(s3: S3Server, bucket: str, change: Callable[[bytes], bytes]) -> int:
-    """Replace every object of a chunk. Returns their number."""
-    client = s3.client()
-    keys = s3.objects(bucket)
-    for key in keys:
-        data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
-        client.put_object(Bucket=bucket, Key=key, Body=change(data))
-    return len(keys)
-
-
-def zeroed(data: bytes) -> bytes:
-    """With a payload of zeros."""
-    header = read_header(memoryview(data))
-    return data[: header.header_bytes] + bytes(header.payload_bytes)
-
-
-def flipped(data: bytes) -> bytes:
-    """With another last byte."""
-    return data[:-1] + bytes([data[-1] ^ 1])
-
-
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize("case", family_params(CASES, default={"tiny", "gemma3"}))
-def test_a_new_process_gives_the_tokens_of_a_local_hit(
-    case: Case,
-    tiny: Path,
-    models_dir: Path,
-    s3: S3Server,
-    bucket: str,
-    serve: Serve,
-    reference: References,
-) -> None:
+def test_a_new_process_gives_the_tokens_of_a_local_hit(rig: Rig, case: Case) -> None:
     """Cold, from the primary tier, and in a new process from the bucket. Then with every object
     zeroed, whose tokens differ: what is stored matters."""
-    model = tiny if case.name == "tiny" else case.build(models_dir, case.name)
+    model = rig.tiny if case.name == "tiny" else case.build(rig.models_dir, case.name)
     prompts = models.prompts(2, case.prompt, seed=81)
     asks = [Ask(prompt, max_tokens=40) for prompt in prompts]
     args = case.args | {"enable_prefix_caching": True}
-    expected = tokens(reference(model, prompts, max_tokens=40, **args))
-    connector = offloading(tier(s3, bucket, integrity="none"), 2**28)
+    expected = tokens(rig.reference(model, prompts, max_tokens=40, **args))
+    connector = offloading(tier(rig.s3, rig.bucket, integrity="none"), 2**28)
     args |= case.runner
-    found = in_every_tier(serve, model, connector, asks, **args)
+    found = in_every_tier(rig.serve, model, connector, asks, **args)
     check_tiers(found, expected, case.hit, cold=case.cold)
-    assert damage(s3, bucket, zeroed) > 0
-    with serve(model, connector, **args) as engine:
+    assert rig.s3.change(rig.bucket, blank) > 0
+    with rig.serve(model, connector, **args) as engine:
         wrong = engine.generate(asks)
     assert cached(wrong) == [case.hit] * 2
     assert all(a != b for a, b in zip(tokens(wrong), expected, strict=True))
 
 
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_another_question_hits_the_system_prompt_until_it_is_damaged(
-    tiny: Path, s3: S3Server, bucket: str, serve: Serve, reference: References
-) -> None:
+def test_another_question_hits_the_system_prompt_until_it_is_damaged(rig: Rig) -> None:
     """A corrupted object is a miss, and no request waits for it again and again."""
     (system_prompt,) = models.prompts(1, 2_000, seed=82)
     first, second = (system_prompt + question for question in models.prompts(2, 100, seed=83))
-    expected = tokens(reference(tiny, [first, second], **EXACT))
-    connector = offloading(tier(s3, bucket), 2**28)
+    expected = tokens(rig.reference(rig.tiny, [first, second], **EXACT))
+    connector = offloading(tier(rig.s3, rig.bucket), 2**28)
 
     def served(prompt: list[int]) -> list[Answer]:
-        with serve(tiny, connector, **EXACT, **SECOND) as engine:
+        with rig.serve(rig.tiny, connector, **EXACT, **SECOND) as engine:
             answers = engine.generate([prompt])
             at_rest(engine)
             return answers
@@ -156,7 +123,7 @@ def test_another_question_hits_the_system_prompt_until_it_is_damaged(
     assert tokens(served(first)) == expected[:1]
     answers = served(second)
     assert (tokens(answers), cached(answers)) == (expected[1:], [1_920])
-    assert damage(s3, bucket, flipped) >= 1_920 // 128
+    assert rig.s3.change(rig.bucket, flipped) >= 1_920 // 128
     answers = served(first)
     assert (tokens(answers), cached(answers)) == (expected[:1], [0])
 
@@ -165,25 +132,19 @@ def test_another_question_hits_the_system_prompt_until_it_is_damaged(
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
 def test_a_canonical_layout_is_read_by_another_number_of_ranks(
-    writes: int,
-    reads: int,
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    reference: References,
-    tmp_path: Path,
+    rig: Rig, writes: int, reads: int
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **EXACT))
-    connector = offloading(tier(s3, bucket), 2**28, canonical_layout=True)
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
+    connector = offloading(tier(rig.s3, rig.bucket), 2**28, canonical_layout=True)
 
     def engine(ranks: int) -> Engine:
         on_ranks: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **EXACT}
-        log = tmp_path / f"{ranks}.log"
-        return Engine(tiny, connector=connector, log_path=log, env=s3.env, **on_ranks)
+        log = rig.tmp_path / f"{ranks}.log"
+        return Engine(rig.tiny, connector=connector, log_path=log, env=rig.s3.env, **on_ranks)
 
     with engine(writes) as cold:
         assert tokens(cold.generate(PROMPTS)) == expected
-        wait_until("all is in the bucket", lambda: len(s3.objects(bucket)) == 2 * CHUNKS)
+        wait_until("all is in the bucket", lambda: len(rig.s3.objects(rig.bucket)) == 2 * CHUNKS)
     with engine(reads) as warm:
         answers = warm.generate(PROMPTS)
     assert tokens(answers) == expected
@@ -195,32 +156,28 @@ def test_a_canonical_layout_is_read_by_another_number_of_ranks(
 MANY = models.prompts(6, 4 * 128 + 40, seed=84)
 
 
-def check(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    assert [answer.finish_reason for answer in answers] == ["length"] * len(expected)
-    assert tokens(answers) == tokens(expected)
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    it = Store()
-    yield it
-    it.kill()
-
-
-def test_a_bucket_that_goes_while_requests_are_served(
-    tiny: Path, s3: S3Server, serve: Serve, store: Store, reference: References
-) -> None:
-    """Away when chunks are looked up and stored, there again, and away at the shutdown."""
-    expected = reference(tiny, MANY, **EXACT)
+def test_a_bucket_that_goes_and_an_io_process_that_is_killed(rig: Rig, store: Store) -> None:
+    """The bucket is away when chunks are looked up and stored, there again, and away at the
+    shutdown. The I/O process dies in the middle of loads and stores; another one serves
+    afterwards."""
+    expected = tokens(rig.reference(rig.tiny, MANY, **EXACT))
     store.start()
-    connector = with_few_rows(S3Server(store.url, s3.env), Store.BUCKET)
-    with serve(tiny, connector, **EXACT) as engine:
+    connector = with_few_rows(S3Server(store.url, rig.s3.env), Store.BUCKET)
+    with rig.serve(rig.tiny, connector, **EXACT) as engine:
 
-        def ask() -> list[Answer]:
+        def ask(meanwhile: Callable[[], object] = lambda: None) -> int:
+            """Returns the tokens that were hit."""
             engine.reset_prefix_cache()
-            answers = engine.generate(MANY, concurrency=3)
-            check(answers, expected)
-            return answers
+            pending = engine.begin_generate(MANY, concurrency=3)
+            meanwhile()
+            answers = [Answer(**answer) for answer in pending.result()]
+            assert [answer.finish_reason for answer in answers] == ["length"] * len(MANY)
+            assert tokens(answers) == expected
+            return sum(hit or 0 for hit in cached(answers))
+
+        def kill_io() -> None:
+            for process in engine.io_processes():
+                process.kill()
 
         ask()
         at_rest(engine)
@@ -229,32 +186,10 @@ def test_a_bucket_that_goes_while_requests_are_served(
         ask()
         ask()
         store.start()
-        wait_until("the bucket is used again", lambda: sum(h or 0 for h in cached(ask())) > 0, 90.0)
-        pending = engine.begin_generate(MANY, concurrency=3)
-        store.kill()
-        check([Answer(**answer) for answer in pending.result()], expected)
-
-
-def test_the_io_process_is_killed(
-    tiny: Path, s3: S3Server, bucket: str, serve: Serve, reference: References
-) -> None:
-    """In the middle of loads and stores; another one serves afterwards."""
-    expected = reference(tiny, MANY, **EXACT)
-    with serve(tiny, with_few_rows(s3, bucket), **EXACT) as engine:
-        check(engine.generate(MANY, concurrency=3), expected)
-        for _ in range(2):
-            engine.reset_prefix_cache()
-            pending = engine.begin_generate(MANY, concurrency=3)
-            for process in engine.io_processes():
-                process.kill()
-            check([Answer(**answer) for answer in pending.result()], expected)
-
-        def hits() -> int:
-            engine.reset_prefix_cache()
-            answers = engine.generate(MANY, concurrency=3)
-            check(answers, expected)
-            return sum(hit or 0 for hit in cached(answers))
-
-        wait_until("another I/O process serves", lambda: hits() > 0, 90.0)
+        wait_until("the bucket is used again", lambda: ask() > 0, 90.0)
+        ask(kill_io)
+        ask(kill_io)
+        wait_until("another I/O process serves", lambda: ask() > 0, 90.0)
         assert engine.io_processes()
         at_rest(engine)
+        ask(store.kill)

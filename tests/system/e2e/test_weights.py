@@ -5,7 +5,10 @@ Every answer is compared with that of an engine without a connector that has the
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from lab import models
 from lab.engine import Ask, Engine
-from tests.system.e2e.conftest import Rig, Serve, at_rest, cached, tokens
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    Rig,
+    Serve,
+    at_rest,
+    cached,
+    new_bucket,
+    patient_for,
+    tokens,
+)
 
 PROMPTS = models.prompts(3, 400, seed=11)
 HIT = 3 * 128
@@ -24,18 +37,25 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1,
 EXACT: dict[str, Any] = {"dtype": "float32"}
 FAT: dict[str, Any] = EXACT | {"max_model_len": 2_048}
 
-Adapter = tuple[str, int, str]
+# The first test starts all engines.
+pytestmark = pytest.mark.timeout(3 * START_AND_STOP_S)
+
+Loaded = tuple[str, int, str]
+"""Name, number and path of an adapter."""
+NUMBERS = itertools.count(1)
+"""Of adapters and seeds. All tests share two engines, so none uses those of another."""
 
 
-def asks(adapter: Adapter | None) -> list[Ask]:
+def asks(adapter: Loaded | None) -> list[Ask]:
     return [Ask(prompt, adapter=adapter) for prompt in PROMPTS]
 
 
-def named(path: Path, name: str = "a", number: int = 1) -> Adapter:
-    return (name, number, str(path))
+def named(path: Path, number: int) -> Loaded:
+    """The name is in vLLM's own hashes, so it is the same in both engines."""
+    return (str(path), number, str(path))
 
 
-def generated(engine: Engine, adapter: Adapter | None) -> tuple[list[list[int]], list[int | None]]:
+def generated(engine: Engine, adapter: Loaded | None) -> tuple[list[list[int]], list[int | None]]:
     """Tokens, and how many of each prompt were cached, with nothing in the engine's own cache."""
     engine.reset_prefix_cache()
     answers = engine.generate(asks(adapter))
@@ -44,106 +64,121 @@ def generated(engine: Engine, adapter: Adapter | None) -> tuple[list[list[int]],
 
 
 class Truth:
-    """Answers of engines without a connector, each of which has loaded what is in the files now."""
+    """Answers of an engine without a connector, which loads what is in the files now."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
-        self._model = model
+    def __init__(self, engine: Engine, directory: Path) -> None:
+        self._engine = engine
         self._directory = directory
-        self._engine: Engine | None = None
-        self._loaded = 100
 
     def of(self, adapter: Path) -> list[list[int]]:
         """With the adapter that is in this directory now."""
-        self._loaded += 1
-        copy = self._directory / f"adapter-{self._loaded}"
+        number = next(NUMBERS)
+        copy = self._directory / f"adapter-{number}"
         shutil.copytree(adapter, copy)
-        if self._engine is None:
-            log = self._directory / "truth.log"
-            self._engine = Engine(self._model, log_path=log, **LORA, **EXACT)
-            self._engine.start()
-        return tokens(self._engine.generate(asks(named(copy, f"t{self._loaded}", self._loaded))))
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.kill()
+        return tokens(self._engine.generate(asks(named(copy, number))))
 
 
 @pytest.fixture(scope="module")
-def truth(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    truth = Truth(tiny, tmp_path_factory.mktemp("truth"))
-    yield truth
-    truth.close()
+def truth(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
+    directory = tmp_path_factory.mktemp("truth")
+    with Engine(tiny, log_path=directory / "truth.log", **LORA, **EXACT) as engine:
+        yield Truth(engine, directory)
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Two engines on one bucket. before: saves what `after` finds there. connector: theirs."""
+
+    connector: dict[str, Any]
+    before: Engine
+    after: Engine
+
+
+@pytest.fixture(scope="module")
+def lives(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Lives]:
+    with new_bucket(s3) as bucket:
+        connector = patient_for(s3, bucket)
+        one, other = (serve(tiny, connector, **LORA, **EXACT) for _ in range(2))
+        with one as before, other as after:
+            yield Lives(connector, before, after)
+
+
+def fresh(path: Path) -> int:
+    """Put an adapter into the folder, over one that is there, whose weights no other test has.
+    Returns their seed."""
+    models.build_adapter(path, models.TINY, seed=(seed := next(NUMBERS)))
+    return seed
 
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    return models.build_adapter(tmp_path / "adapter", models.TINY)
+    fresh(path := tmp_path / "adapter")
+    return path
 
 
-def load(engine: Engine, adapter: Adapter, **how: Any) -> None:
+def load(engine: Engine, adapter: Loaded, **how: Any) -> Loaded:
+    """As vLLM's server does. Returns what requests name."""
     name, number, path = adapter
     engine.call("tests.system.e2e.inside:load_adapter", name=name, number=number, path=path, **how)
+    return adapter
+
+
+def loaded(engine: Engine, path: Path) -> Loaded:
+    """What is in the folder now, as an adapter with a number of its own."""
+    return load(engine, named(path, next(NUMBERS)))
 
 
 def test_an_adapter_is_cached_from_its_second_request_or_its_load_on(
-    tiny: Path, adapter: Path, patient: dict[str, Any], serve: Serve, truth: Truth
+    adapter: Path, lives: Lives, truth: Truth
 ) -> None:
     """vLLM's server loads adapters before the first request, `LLM` with it. Other engines share
     what was saved, whatever number the adapter has there."""
     expected = truth.of(adapter)
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
-        assert generated(engine, named(adapter)) == (expected, [0, 0, 0])
-        # The first request has loaded it; the others were saved.
-        assert generated(engine, named(adapter)) == (expected, [0, HIT, HIT])
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter, number=7))
-        assert generated(engine, named(adapter, number=7)) == (expected, [HIT] * 3)
-        assert generated(engine, None)[1] == [0, 0, 0], "without the adapter"
+    with_request = named(adapter, next(NUMBERS))
+    assert generated(lives.before, with_request) == (expected, [0, 0, 0])
+    # The first request has loaded it; the others were saved.
+    assert generated(lives.before, with_request) == (expected, [0, HIT, HIT])
+    assert generated(lives.after, loaded(lives.after, adapter)) == (expected, [HIT] * 3)
+    assert generated(lives.after, None)[1] == [0, 0, 0], "without the adapter"
 
 
 def test_a_setting_of_an_adapter_that_is_edited_makes_it_another(
-    tiny: Path, adapter: Path, patient: dict[str, Any], serve: Serve, truth: Truth
+    adapter: Path, lives: Lives, truth: Truth
 ) -> None:
     """`lora_alpha` from 16 to 64: the same path, the same length."""
     before = truth.of(adapter)
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter))
-        assert generated(engine, named(adapter))[0] == before
+    assert generated(lives.before, loaded(lives.before, adapter))[0] == before
     config = adapter / "adapter_config.json"
     size = config.stat().st_size
     config.write_text(config.read_text().replace('"lora_alpha": 16', '"lora_alpha": 64'))
     assert config.stat().st_size == size
     after = truth.of(adapter)
     assert after != before
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter))
-        assert generated(engine, named(adapter)) == (after, [0, 0, 0])
-        assert generated(engine, named(adapter)) == (after, [HIT] * 3)
+    edited = loaded(lives.after, adapter)
+    assert generated(lives.after, edited) == (after, [0, 0, 0])
+    assert generated(lives.after, edited) == (after, [HIT] * 3)
 
 
 @pytest.mark.parametrize(
     "how", ["in place", pytest.param("by renaming", marks=pytest.mark.nightly)]
 )
 def test_files_replaced_between_the_load_and_the_first_request(
-    tiny: Path, adapter: Path, patient: dict[str, Any], serve: Serve, truth: Truth, how: str
+    adapter: Path, lives: Lives, truth: Truth, how: str
 ) -> None:
     """What is saved is kept under what was loaded, not under what is in the directory by then."""
     old = truth.of(adapter)
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter))
-        if how == "in place":
-            models.build_adapter(adapter, models.TINY, seed=1)
-        else:
-            fresh = models.build_adapter(adapter.parent / "fresh", models.TINY, seed=1)
-            for file in fresh.iterdir():
-                file.rename(adapter / file.name)
-        assert generated(engine, named(adapter)) == (old, [0, 0, 0])
-        assert generated(engine, named(adapter)) == (old, [HIT] * 3)
+    at_first = loaded(lives.before, adapter)
+    if how == "in place":
+        fresh(adapter)
+    else:
+        fresh(other := adapter.parent / "other")
+        for file in other.iterdir():
+            file.rename(adapter / file.name)
+    assert generated(lives.before, at_first) == (old, [0, 0, 0])
+    assert generated(lives.before, at_first) == (old, [HIT] * 3)
     new = truth.of(adapter)
     assert new != old
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter))
-        assert generated(engine, named(adapter)) == (new, [0, 0, 0])
+    assert generated(lives.after, loaded(lives.after, adapter)) == (new, [0, 0, 0])
 
 
 @pytest.mark.long
@@ -156,47 +191,42 @@ def test_files_replaced_between_the_load_and_the_first_request(
     ],
 )
 def test_an_adapter_that_is_loaded_again_with_other_content(
-    rig: Rig, adapter: Path, truth: Truth, how: str
+    rig: Rig, adapter: Path, lives: Lives, truth: Truth, how: str
 ) -> None:
     """Under the same name and path, so that vLLM's own cache holds both. The engine answers as
-    one without a connector would; engines after it get nothing wrong, with the old files or new."""
-    old = truth.of(adapter)
-    others = [models.build_adapter(rig.tmp_path / f"{n}", models.TINY, seed=n) for n in (2, 3)]
-    with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter))
-        assert generated(engine, named(adapter))[0] == old
-        models.build_adapter(adapter, models.TINY, seed=1)
-        new = truth.of(adapter)
-        assert new != old
-        if how == "unloaded":
-            engine.call("tests.system.e2e.inside:unload_adapter", number=1)
-        if how == "evicted":
-            for number, other in enumerate(others, 2):
-                load(engine, named(other, f"o{number}", number))
-        else:
-            load(engine, named(adapter), in_place=how == "in place")
-        for _ in range(2):
-            assert generated(engine, named(adapter)) == (new, [0, 0, 0])
-    for seed, expected, hit in ((1, new, 0), (0, old, HIT)):
-        models.build_adapter(adapter, models.TINY, seed=seed)
-        with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
-            load(engine, named(adapter))
-            assert generated(engine, named(adapter)) == (expected, [hit] * 3)
+    one without a connector would; others get nothing wrong, with the old files or new."""
+    first, old = fresh(adapter), truth.of(adapter)
+    same = loaded(lives.before, adapter)
+    assert generated(lives.before, same)[0] == old
+    fresh(adapter)
+    new = truth.of(adapter)
+    assert new != old
+    if how == "unloaded":
+        lives.before.call("tests.system.e2e.inside:unload_adapter", number=same[1])
+    if how == "evicted":
+        for number in range(LORA["max_cpu_loras"]):
+            fresh(other := rig.tmp_path / f"{number}")
+            loaded(lives.before, other)
+    else:
+        load(lives.before, same, in_place=how == "in place")
+    for _ in range(2):
+        assert generated(lives.before, same) == (new, [0, 0, 0])
+    with rig.serve(rig.tiny, lives.connector, **LORA, **EXACT) as third:
+        assert generated(third, loaded(third, adapter)) == (new, [0, 0, 0])
+    models.build_adapter(adapter, models.TINY, seed=first)
+    assert generated(lives.after, loaded(lives.after, adapter)) == (old, [HIT] * 3)
 
 
 @pytest.mark.long
 def test_one_number_for_two_adapters_is_not_cached_under_the_wrong_name(
-    rig: Rig, adapter: Path, truth: Truth
+    adapter: Path, tmp_path: Path, lives: Lives, truth: Truth
 ) -> None:
     """vLLM takes what is loaded under the number, whatever the request's name says."""
-    other = models.build_adapter(rig.tmp_path / "other", models.TINY, seed=1)
+    fresh(other := tmp_path / "other")
     expected = truth.of(other)
-    with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
-        load(engine, named(adapter))
-        assert generated(engine, named(other, "b", 1))[0] != expected
-    with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
-        load(engine, named(other, "b", 1))
-        assert generated(engine, named(other, "b", 1)) == (expected, [0, 0, 0])
+    _, number, _ = loaded(lives.before, adapter)
+    assert generated(lives.before, named(other, number))[0] != expected
+    assert generated(lives.after, loaded(lives.after, other)) == (expected, [0, 0, 0])
 
 
 def normalised_anew(model: Path) -> None:

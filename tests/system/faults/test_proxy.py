@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -194,6 +195,17 @@ def test_slow_answers(faulty: Proxy) -> None:
     for thread in threads:
         thread.join()
     assert time.monotonic() - started_s >= 0.5 - 0.1  # what it makes up for at most, and a piece
+
+
+def test_nothing_passes_a_proxy_that_is_shut_until_it_is_opened(faulty: Proxy) -> None:
+    faulty.shut_after(len(BODY) // 2)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(get, faulty.port)
+        faulty.wait_until_shut(10.0)
+        time.sleep(0.1)
+        assert not answer.done()
+        faulty.open()
+        assert answer.result() == (200, BODY)
 
 
 def test_a_black_hole_lasts_until_the_connection_ends(faulty: Proxy) -> None:

@@ -34,9 +34,7 @@ def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     set_credentials(monkeypatch)
     with proxy(str(server.url)) as it:
         yield it
-    client = server.client()
-    for key in server.objects(BUCKET):
-        client.delete_object(Bucket=BUCKET, Key=key)
+    server.empty(BUCKET)
 
 
 class Place:

@@ -76,13 +76,11 @@ def check_objects(
 
     check: looks at the payloads.
     """
-    client, names = s3.client(), s3.objects(bucket)
     count = 0
-    for name in names:
+    for name, data in s3.contents(bucket).items():
         address = keys.parse(name)
         if address is None:
             continue
-        data = client.get_object(Bucket=bucket, Key=name)["Body"].read()
         body = memoryview(plain_of(data))
         layout = ChunkFormat(
             address.namespace.digest, read_header(body).tensors, address.key.group, address.shard
