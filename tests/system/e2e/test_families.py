@@ -58,7 +58,9 @@ class Case(NamedTuple):
 
     @property
     def args(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "enable_prefix_caching": True, "prepare": self.prepare}
+        args = {"dtype": self.dtype, "enable_prefix_caching": True, "prepare": self.prepare}
+        # vLLM chooses the type of states by the processor, and so the length of a block.
+        return args | ({"mamba_ssm_cache_dtype": "float32"} if self.states else {})
 
 
 GEMMA3 = Case("gemma3", 3 + 3)
