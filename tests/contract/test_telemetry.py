@@ -50,6 +50,7 @@ IO = (
 )
 COUNTING = {
     "KV planner": (
+        "planning/deadline.py",
         "planning/ledger.py",
         "planning/kv.py",
         "planning/lookup.py",
@@ -58,6 +59,7 @@ COUNTING = {
     ),
     "KV rank": ("worker/rank.py", "connectors/kv_worker.py", *IO),
     "EC": (
+        "planning/deadline.py",
         "planning/ledger.py",
         "planning/ec.py",
         "worker/outbox.py",
@@ -65,7 +67,7 @@ COUNTING = {
         "connectors/ec_worker.py",
         *IO,
     ),
-    "tier": ("planning/offload.py", "connectors/offload_tier.py", *IO),
+    "tier": ("planning/deadline.py", "planning/offload.py", "connectors/offload_tier.py", *IO),
 }
 """The modules that count for each meter."""
 METERS = {

@@ -10,10 +10,10 @@ import pytest
 from tests.project import ROOT
 from tests.repository.test_project import functions
 
-MOST_LINES = 31_109
+MOST_LINES = 30_476
 """Lines of `s3kv/`. A change may lower the number, and may not raise it."""
 LONG_FUNCTION_LINES = 20
-MOST_TEST_LINES = 66734
+MOST_TEST_LINES = 65_152
 """Lines of `tests/`. The same goes for them."""
 
 

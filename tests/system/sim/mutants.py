@@ -185,12 +185,12 @@ async def lets_a_second_request_go_on_and_write(
 
 @mutant
 def says_done_while_a_cancelled_fetch_still_writes(patch: Patch) -> None:
-    def hasty(self: Service, job_id: int) -> None:
-        is_fetch = job_id in self._queue.ids(JobKind.FETCH)
+    def hasty(self: Service, job_id: int, *, if_waiting: bool = False) -> None:
+        is_fetch = job_id in self._queue.ids(JobKind.FETCH) and not if_waiting
         if is_fetch and job_id in self._tasks and job_id not in self._cancelled:
             send_end(self, JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED))
             self._said = {*getattr(self, "_said", ()), job_id}  # type: ignore[attr-defined]
-        cancel(self, job_id)
+        cancel(self, job_id, if_waiting=if_waiting)
 
     def once(self: Service, end: JobEnd) -> None:
         if end.job_id not in getattr(self, "_said", ()):
@@ -207,9 +207,11 @@ def says_nothing_of_cancelled_jobs(self: Service, end: JobEnd) -> None:
 
 
 @instead_of(Service, "_cancel")
-def forgets_the_jobs_that_are_cancelled_while_they_wait(self: Service, job_id: int) -> None:
+def forgets_the_jobs_that_are_cancelled_while_they_wait(
+    self: Service, job_id: int, *, if_waiting: bool = False
+) -> None:
     if self._queue.withdraw(job_id) is None:
-        cancel(self, job_id)
+        cancel(self, job_id, if_waiting=if_waiting)
 
 
 @instead_of(JobQueue, "end")
