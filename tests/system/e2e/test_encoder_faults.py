@@ -22,7 +22,6 @@ GET = ("GET",)
 LINE: dict[str, tuple[Fault, str]] = {
     "gone": (Fault(kind="refuse"), "fetch_failed"),
     "silent": (Fault(kind="black_hole", verbs=GET), "fetch_failed"),
-    "slow": (Fault(kind="trickle", verbs=GET, nbytes=100, seconds=0.1), "deadline_cuts"),
     "reset": (Fault(kind="reset_mid_body", verbs=GET), "fetch_failed"),
     "truncated": (Fault(kind="truncate", verbs=GET), "fetch_failed"),
     "short": (Fault(kind="shorten", verbs=GET, at=-100), "fetch_corrupt"),
@@ -31,6 +30,8 @@ LINE: dict[str, tuple[Fault, str]] = {
     "failing": (s3_error(500, "InternalError", verbs=GET), "fetch_failed"),
     "overloaded": (s3_error(503, "SlowDown", verbs=GET), "fetch_failed"),
     "forbidden": (s3_error(403, "AccessDenied", verbs=GET), "fetch_denied"),
+    # Last, because its fetch may end after its request, and is counted as failed then.
+    "slow": (Fault(kind="trickle", verbs=GET, nbytes=100, seconds=0.1), "deadline_cuts"),
 }
 """What happens on the way, and the counter that tells of it."""
 SOON = {
