@@ -114,11 +114,14 @@ def run(
         kill_the_io_process_and_the_engine(murder, model, connector, expected)
     with serve(model, connector, **FLOAT32) as engine:
         everything = list(range(len(PROMPTS)))
-        answers = engine.generate(PROMPTS)  # one by one: a tier of ten rows may load for no more
-        check(answers, everything, expected)
-        assert any(cached(answers))  # from the bucket: no two prompts begin alike
+        first = engine.generate(PROMPTS)  # one by one: a tier of ten rows may load for no more
+        check(first, everything, expected)
         engine.reset_prefix_cache()
-        check(engine.generate(PROMPTS, concurrency=3), everything, expected)
+        again = engine.generate(PROMPTS, concurrency=3)
+        check(again, everything, expected)
+        # From the bucket: no two prompts begin alike, and host memory has room for two. The engines
+        # before may have been killed with nothing uploaded, if the machine is slow.
+        assert any(cached([*first, *again]))
 
 
 def seed() -> int:
