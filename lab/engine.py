@@ -232,7 +232,8 @@ class Engine:
     def kill(self) -> None:
         """Kill every process of the engine. Idempotent."""
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

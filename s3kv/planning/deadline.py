@@ -1,5 +1,5 @@
-"""The rule for how long a request waits: `decide`, a pure function of `WaitFacts`, and what follows
-from it (`goes_on`).
+"""The rule for how long a request waits: `decide`, a pure function of `WaitFacts`. `keep_waiting`
+carries out its decisions.
 
 A request waits for chunks only while that is expected to be faster than to compute them. So no
 request waits for a bucket that is known to be slow; its chunks arrive later and serve others. A
@@ -113,8 +113,8 @@ class WaitFacts:
     gate: bool
 
 
-def goes_on(facts: WaitFacts, counters: Tally, gave_up: Callable[[float], object]) -> bool:
-    """Whether the wait goes on: until its deadline, if nothing wakes it. Its end is counted.
+def keep_waiting(facts: WaitFacts, counters: Tally, gave_up: Callable[[float], object]) -> bool:
+    """Prolong the wait to its deadline, or end and count it. Returns whether it goes on.
     gave_up: called with the seconds since the last arrival if the end shows that fetches are slow.
     """
     wait, now_s, until_s = facts.wait, facts.now_s, decide(facts)

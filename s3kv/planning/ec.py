@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from s3kv.host.table import Entry
 from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.objects.item_format import MAX_ITEM_BYTES
-from s3kv.planning.deadline import Forecast, Wait, WaitFacts, goes_on
+from s3kv.planning.deadline import Forecast, Wait, WaitFacts, keep_waiting
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
@@ -124,7 +124,7 @@ class ECPlanner:
             self._times(request).gave_up(waited_s)
             self._news += 1
 
-        if goes_on(self._facts(request, now_s), self.counters, gave_up):
+        if keep_waiting(self._facts(request, now_s), self.counters, gave_up):
             return True
         for identifier, job in request.pending.items():
             job.waiters.remove((request_id, identifier))

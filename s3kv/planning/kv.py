@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import CopyPart, JobKind, LoadJob, StepPlan, StepReport
-from s3kv.planning.deadline import WaitFacts, goes_on
+from s3kv.planning.deadline import WaitFacts, keep_waiting
 from s3kv.planning.group_kinds import Coverage, blocks_after, check_coverages
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
@@ -228,7 +228,7 @@ class KVPlanner:
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
-        if not goes_on(facts, self.counters, lambda s: pace.gave_up(s, ahead, near=near)):
+        if not keep_waiting(facts, self.counters, lambda s: pace.gave_up(s, ahead, near=near)):
             return False
         request.step(RequestEvent.WAIT)
         if lookup.has_more:

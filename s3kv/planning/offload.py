@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.deadline import Wait, WaitFacts, goes_on
+from s3kv.planning.deadline import Wait, WaitFacts, keep_waiting
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
@@ -266,7 +266,7 @@ class OffloadPlanner:
             max_wait_s=self._max_wait_s,
             gate=self._recompute_gate,
         )
-        if goes_on(facts, self.counters, lambda s: self.pace.gave_up(s, missing, near=near)):
+        if keep_waiting(facts, self.counters, lambda s: self.pace.gave_up(s, missing, near=near)):
             return
         request.is_closed = True
         self.transfers.cancels += request.fetching.values()

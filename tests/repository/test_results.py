@@ -18,8 +18,8 @@ MOVED = "code has moved and texts have changed since, and nothing of what is mea
 NO_THREADS = "the threads of the network have changed since, and two cores have none"
 PLAIN = "objects may be compressed since then, and these were plain, as they would be now"
 OLDER: dict[str, str] = {
-    "compressed.json": "segments are coded without the GIL now, so hits can only be faster",
-    "compression.json": "one thread was measured, which does not care that it leaves the GIL now",
+    "compressed.json": "measured while coding held the GIL; to be measured on a faster machine",
+    "compression.json": "measured in one thread, whose speed does not depend on the GIL",
     "engine-shaped.json": PLAIN,
     "gpu-h200.json": "each part names its commit: there is not a GPU for every change",
     "peers-disk.json": PLAIN,

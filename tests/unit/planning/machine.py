@@ -80,11 +80,15 @@ class PlannerMachine(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
     """What happened in all runs of this class."""
 
-    @initialize(setup=setups)
-    def start(self, setup: Setup) -> None:
+    def __init_subclass__(cls) -> None:
+        cls.seen = Counter()
+
+    def begin(self, setup: Setup) -> None:
         self.engine = Engine(setup)
         self.arrived = 0
         self.prompts: list[list[int]] = []
+
+    start = initialize(setup=setups)(begin)
 
     @property
     def loading(self) -> list[Request]:
@@ -237,11 +241,7 @@ def groups_of_several(draw: st.DrawFn) -> Setup:
 class GroupsMachine(PlannerMachine):
     """The same with several KV-cache groups, whose tables have gaps."""
 
-    seen: ClassVar[Counter[str]] = Counter()
-
-    @initialize(setup=groups_of_several())
-    def start(self, setup: Setup) -> None:
-        super().start(setup)
+    start = initialize(setup=groups_of_several())(PlannerMachine.begin)
 
 
 @st.composite
@@ -268,11 +268,7 @@ def groups_with_states(draw: st.DrawFn) -> Setup:
 class StatesMachine(PlannerMachine):
     """The same with an engine that keeps states, as vLLM's does with `mamba_cache_mode` "align"."""
 
-    seen: ClassVar[Counter[str]] = Counter()
-
-    @initialize(setup=groups_with_states())
-    def start(self, setup: Setup) -> None:
-        super().start(setup)
+    start = initialize(setup=groups_with_states())(PlannerMachine.begin)
 
 
 def run(examples: int, *, steps: int = 50, machine: Any = PlannerMachine) -> Counter[str]:
