@@ -26,7 +26,7 @@ from benchmarks import origin
 from benchmarks.shaped import BUCKET, HOST, Running, Shape, add_options, shape_of, shaped
 from lab.certificates import self_signed
 from lab.engine import Engine
-from lab.models import FAT, Preset, prompts
+from lab.models import FAT, FATTER, Preset, prompts
 from lab.s3 import REGION, S3Server, moto_process
 from lab.weed import weed_process
 
@@ -76,9 +76,7 @@ class Size:
 
 SMALL = Size(FAT, 16, 1_600, 4, 300.0)
 """First bytes vary so much at S3 that fewer prompts give no median to speak of."""
-_FATTER = replace(FAT, name="fatter", layers=32, max_tokens=8_192)
-LARGE = Size(_FATTER, 2, 8_000, 4, 600.0)
-"""128 KiB of KV per token, as Llama-3-8B has."""
+LARGE = Size(FATTER, 2, 8_000, 4, 600.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,9 @@ FAT = replace(
 )
 """64 KiB of KV per token, half of Llama-3-8B's, at little compute: for tests of data transfer."""
 
+FATTER = replace(FAT, name="fatter", layers=32, max_tokens=8_192)
+"""128 KiB of KV per token, as Llama-3-8B has."""
+
 LONG = Preset(
     "long",
     hidden=64,

@@ -10,6 +10,8 @@ MOST_S = 540
 UNPACK_S = 40
 
 ENGINE = "scripts.gpu.engine"
+LINK_MB_S = 1_000.0
+"""A link that decoding is worth its time on."""
 Stage = tuple[Part, ...]
 """Parts that run at once."""
 
@@ -33,10 +35,19 @@ _PYTEST = ("-c", "tests/gpu/bare.ini", "--rootdir", ".")
 _WHERE = ("tests/gpu", "tests/unit/device")
 
 
-def _engine(front: str, model: str, runner: str, timeout_s: float) -> Part:
-    which = ("--front", front, "--model", model, "--runner", runner)
+def _engine(
+    front: str,
+    model: str,
+    runner: str,
+    timeout_s: float,
+    link: float | None = None,
+    setting: str | None = None,
+) -> Part:
+    which = ["--front", front, "--model", model, "--runner", runner]
+    which += ["--link", f"{link:g}"] if link is not None else []
+    which += ["--set", setting] if setting is not None else []
     program = ("-m", ENGINE, *which, "--out", "{out}")
-    name = name_of(front, model, runner)
+    name = name_of(front, model, runner, link, setting)
     return Part(
         name.removeprefix("gpu-").replace("-", " "),
         program,
@@ -67,6 +78,12 @@ FIRST: tuple[Stage, ...] = (
             files=("tests.jsonl",),
         ),
         *(_engine(*which, 200) for which in _ENGINES),
+        Part(
+            "memcheck",
+            ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", "memcheck", "tests/gpu/test_memory.py"),
+            rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu"),
+            timeout_s=200,
+        ),
     ),
     (
         Part(
@@ -89,20 +106,16 @@ SECOND: tuple[Stage, ...] = (
 )
 
 THIRD: tuple[Stage, ...] = (
-    (
-        Part(
-            "memcheck",
-            ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", "memcheck", "tests/gpu/test_memory.py"),
-            rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu"),
-            timeout_s=280,
-        ),
+    *(
+        (_engine("connector", "fatter", "2", 110, LINK_MB_S, setting),)
+        for setting in ("compress=off", "compress=on", "encryption=aes-gcm")
     ),
     (
         Part(
             "pages",
             ("-m", "benchmarks.pages", "8", "3", "gpu"),
             rehearsal=("-m", "benchmarks.pages", "0.0625", "1"),
-            timeout_s=210,
+            timeout_s=170,
             stdout="gpu-pages.json",
         ),
     ),

@@ -10,8 +10,12 @@ each of these, is `gpu-FRONT-MODEL-runner-N.json`.
 --front: s3kv as the tier of vLLM's OffloadingConnector, or its own connector; beside them, for
 comparison, vLLM's tier of local files, and an engine without a connector.
 --model: small ones with random weights that make every page of KV matter, with full attention or
-with windows; or one of the size of Llama-3-8B with vLLM's dummy weights, for times.
+with windows; one of them with as much KV per token as Llama-3-8B; or one of the size of Llama-3-8B
+    with vLLM's dummy weights, for times: its KV compresses to a twentieth.
 --runner: vLLM's model runner of the first generation, or of the second.
+--link: MB/s of the way to the bucket, whose objects then also take 30 ms to their first byte.
+    Without it the bucket is as fast as the kernel moves files.
+--set: a setting of s3kv, over those given here. Together with --link it is in the result's name.
 --device cpu: the CPU build of vLLM, to try the program with.
 --dry-run: only what comes before CUDA, see `scripts.gpu.rehearsal`.
 """
@@ -28,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shaped import FAST, shaped
+from benchmarks.shaped import FAST, Shape, shaped
 from lab import models
 from lab.constants import split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Answer, Engine
@@ -66,6 +70,7 @@ LLAMA_8B = replace(
 WORKS = {
     "tiny": Work(models.TINY, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
     "windowed": Work(models.WINDOWED, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
+    "fatter": Work(models.FATTER, 4, 7936, 256, 12 * 2**30, 12 * 2**30),
     "llama-8b": Work(LLAMA_8B, 4, 8192, 256, 12 * 2**30, 12 * 2**30, dummy=True),
 }
 
@@ -89,6 +94,7 @@ CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "benchmark",
     "AWS_SECRET_ACCESS_KEY": "benchmark",
     "AWS_EC2_METADATA_DISABLED": "true",
+    "S3KV_ENCRYPTION_KEYS": "5e" * 32,
 }
 
 
@@ -99,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--front", choices=FRONTS, required=True)
     parser.add_argument("--model", choices=WORKS, default="tiny")
     parser.add_argument("--runner", choices=("1", "2"), default="2")
+    parser.add_argument("--link", type=float)
+    parser.add_argument("--set", metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true")
@@ -109,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = _rehearsed(options, Path(folder))
         else:
             found = {}
-            with shaped(FAST) as server:
+            with shaped(_shape(options.link)) as server:
                 for found in _served(options, server.url, Path(folder)):
                     _write(options, found)
     _write(options, found)
@@ -117,17 +125,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    named = {name: getattr(options, name) for name in ("front", "model", "runner", "device")}
-    path: Path = options.out / f"{name_of(options.front, options.model, options.runner)}.json"
+    keys = ("front", "model", "runner", "device", "link", "set")
+    named = {key: value for key in keys if (value := getattr(options, key)) is not None}
+    path: Path = options.out / f"{_name(options)}.json"
     path.write_text(json.dumps(named | found, indent=2))
 
 
-def name_of(front: str, model: str, runner: str) -> str:
+def _name(options: argparse.Namespace) -> str:
+    return name_of(options.front, options.model, options.runner, options.link, options.set)
+
+
+def name_of(
+    front: str, model: str, runner: str, link: float | None = None, setting: str | None = None
+) -> str:
     """Of the result, without a suffix."""
-    return f"gpu-{front}-{model}-runner-{runner}"
+    more = (f"{link:g}" if link else "", (setting or "").replace("=", "-"))
+    return "-".join(("gpu", front, model, "runner", runner, *filter(None, more)))
 
 
-def transfer(front: str, work: Work, url: str, files: Path, device: str) -> dict[str, Any] | None:
+def _shape(link: float | None) -> Shape:
+    """Of the bucket's server."""
+    return FAST if link is None else replace(FAST, host_mb_s=link, first_byte_ms=30)
+
+
+def transfer(
+    front: str, work: Work, url: str, files: Path, device: str, setting: str | None = None
+) -> dict[str, Any] | None:
     """vLLM's kv_transfer_config. No answer depends on how fast anything is."""
     patient = {
         "bucket": "benchmark",
@@ -136,7 +159,11 @@ def transfer(front: str, work: Work, url: str, files: Path, device: str) -> dict
         "recompute_gate": False,
         "max_wait_ms": 60_000,
         "request_timeout_ms": 120_000,
+        "compress": "off",
     }
+    if setting is not None:
+        name, _, value = setting.partition("=")
+        patient[name] = value
     if front == "none":
         return None
     if front == "connector":
@@ -198,7 +225,9 @@ def _rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     work = WORKS[options.model]
     work = replace(work, preset=replace(work.preset, layers=2), dummy=True)
     args = ENGINE_ARGS | _engine_args(work, "cuda")
-    config = transfer(options.front, work, "http://127.0.0.1:1", folder / "files", "cuda")
+    config = transfer(
+        options.front, work, "http://127.0.0.1:1", folder / "files", "cuda", options.set
+    )
     if config is not None:
         args["kv_transfer_config"], _ = split_connector(config)
     return rehearse(_model(work, folder), args, options.runner, folder)
@@ -208,7 +237,7 @@ def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dic
     """What was found so far, after each tier."""
     work = WORKS[options.model]
     prompts = models.prompts(work.prompts + 1, work.hit_tokens + 1)
-    config = transfer(options.front, work, url, folder / "files", options.device)
+    config = transfer(options.front, work, url, folder / "files", options.device, options.set)
     model = _model(work, folder)
     answers: dict[str, list[Answer]] = {}
     audits: list[dict[str, Any]] = []
@@ -218,7 +247,7 @@ def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dic
         return Engine(
             model,
             connector=config,
-            log_path=options.out / f"{name_of(options.front, options.model, options.runner)}.log",
+            log_path=options.out / f"{_name(options)}.log",
             env=environment(options.runner)
             | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
             **_engine_args(work, options.device),

@@ -26,7 +26,11 @@ from pathlib import Path
 
 from scripts.gpu.fatbins import of_one_architecture
 
-FOR_THE_IO_PROCESS = ("aiobotocore", "botocore", "aioitertools", "jmespath", "msgspec", "h11")
+FOR_THE_IO_PROCESS = (
+    *("aiobotocore", "botocore", "aioitertools", "jmespath", "msgspec", "h11"),
+    *("blosc2", "msgpack", "ndindex", "numexpr"),  # compression
+    *("cryptography", "cffi", "pycparser"),  # encryption
+)
 FOR_THE_ENGINE = (
     *("annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors"),
     *("fastapi", "httpx2", "llguidance", "loguru", "openai", "opentelemetry-api", "oss-harmony"),

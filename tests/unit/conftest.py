@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.servers import moto_server
-
 
 @pytest.fixture(scope="module")
 def moto_url() -> Iterator[str]:
+    from tests.servers import moto_server  # boto3 is not there where tests run on a GPU
+
     with moto_server() as url:
         yield url
