@@ -18,8 +18,8 @@ from s3kv.place import Place
 from s3kv.types import ItemShape
 from tests.system.e2e.conftest import new_bucket, patient_for, tokens
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
-from tests.system.e2e.test_failures import wait_until
 from tests.system.forms import flipped
+from tests.waiting import wait_until
 
 IMAGES = list(range(1, 13))
 

@@ -24,7 +24,7 @@ from tests.system.e2e.conftest import (
     changed,
     slabs,
 )
-from tests.system.e2e.test_failures import wait_until
+from tests.waiting import wait_until
 
 FLOAT32 = {"dtype": "float32"}
 PROMPTS = models.prompts(3, 400, seed=50)

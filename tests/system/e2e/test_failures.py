@@ -19,6 +19,7 @@ from lab.proxy import proxy
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import SECOND, References, Rig, changed, patient_for, tokens
 from tests.system.e2e.servers import Store
+from tests.waiting import wait_until
 
 CHUNKS = 4
 PROMPTS = models.prompts(6, CHUNKS * 128 + 40)
@@ -59,13 +60,6 @@ class Asker:
 @pytest.fixture
 def expected(tiny: Path, reference: References) -> list[Answer]:
     return reference(tiny, PROMPTS, dtype="float32")
-
-
-def wait_until(what: str, true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
 
 
 # ------------------------------------------------------------------------------ at the start

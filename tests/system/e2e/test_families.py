@@ -28,9 +28,9 @@ from tests.system.e2e.conftest import (
     needs_short_convolutions,
     tokens,
 )
-from tests.system.e2e.test_failures import wait_until
 from tests.system.forms import blank
 from tests.versions import VERSION
+from tests.waiting import wait_until
 
 EXACT = {"dtype": "float32"}
 SHARED = 512

@@ -27,8 +27,9 @@ from lab.hosts import Host, gateway, hosts, on_ray, start_ray
 from lab.proxy import proxy
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, changed, slabs
-from tests.system.e2e.test_failures import CHUNK_BYTES, wait_until
+from tests.system.e2e.test_failures import CHUNK_BYTES
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP, holds
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
 

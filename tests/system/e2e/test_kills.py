@@ -22,7 +22,8 @@ from lab.s3 import S3Server
 from tests.system.e2e.conftest import Rig, Serve, cached, changed, tokens
 from tests.system.e2e.test_failures import FEW_SLOTS
 from tests.system.e2e.test_tier import with_few_rows
-from tests.system.kills.aftermath import check_objects, shared_files, slabs, wait_until
+from tests.system.kills.aftermath import check_objects, shared_files, slabs
+from tests.waiting import wait_until
 
 CHUNKS = 4
 PROMPTS = models.prompts(12, CHUNKS * 128 + 40, seed=11)

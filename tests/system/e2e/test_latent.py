@@ -22,10 +22,10 @@ from tests.system.e2e.conftest import (
     in_every_tier,
     tokens,
 )
-from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_parallel import shards
 from tests.system.e2e.test_prefix import FLOAT32, zeroed
 from tests.system.forms import plain_bytes
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6

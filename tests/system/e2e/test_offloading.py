@@ -13,7 +13,7 @@ from lab import families, models
 from lab.engine import Answer, Engine
 from lab.offloading import offloading
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, at_rest, cached, tokens
-from tests.system.e2e.test_failures import wait_until
+from tests.waiting import wait_until
 
 (SYSTEM_PROMPT,) = models.prompts(1, 2_000, seed=70)
 FIRST, SECOND = (SYSTEM_PROMPT + question for question in models.prompts(2, 100, seed=71))

@@ -17,7 +17,7 @@ from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, at_rest, cached, tokens
-from tests.system.e2e.test_failures import wait_until
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6

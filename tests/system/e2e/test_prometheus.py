@@ -25,8 +25,8 @@ from scripts.panels import ENCODER, OWN_PRICES, ROWS, Panel
 from tests.project import ROOT
 from tests.system.e2e.conftest import START_AND_STOP_S, changed, new_bucket, patient_for
 from tests.system.e2e.pictures import VISION, ask, ec_connector
-from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_serve import Server, vllm_serve
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(8, 800, seed=11)
 """6,400 tokens, of which the server's own cache holds 4,352 and host memory 2,100."""

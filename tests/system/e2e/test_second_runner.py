@@ -36,8 +36,8 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
-from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_parallel import BOTH, holds
+from tests.waiting import wait_until
 
 ARGS: dict[str, Any] = {**SECOND, "dtype": "float32"}
 AS_ON_GPU = "lab.second_runner.as_on_gpu"

@@ -27,7 +27,8 @@ from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.proxy import proxy
 from lab.service import free_ports
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed
-from tests.system.e2e.test_failures import CHUNK_BYTES, wait_until
+from tests.system.e2e.test_failures import CHUNK_BYTES
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(2, 800)
 HIT_TOKENS = 768

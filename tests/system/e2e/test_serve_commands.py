@@ -19,8 +19,8 @@ from lab.s3 import S3Server
 from lab.service import free_ports
 from tests.repository.test_commands import DOCUMENTS, shown
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, tokens
-from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, messages, serving, small
+from tests.waiting import wait_until
 
 COMMANDS = [command for document in DOCUMENTS for command in shown(document)]
 (OURS,) = {command for command in COMMANDS if command.startswith("s3kv serve")}

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig
-from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, start, vllm_serve
+from tests.waiting import wait_until
 
 CHUNKS = HIT_TOKENS // 128
 

@@ -14,7 +14,7 @@ from lab.engine import Ask, Engine, EngineFailed
 from s3kv.host.limits import memory_limits
 from tests.system.e2e.conftest import Rig, answered, at_rest, cached, changed, tokens
 from tests.system.e2e.test_failures import CHUNK_BYTES
-from tests.system.kills.aftermath import wait_until
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(2, 800)
 

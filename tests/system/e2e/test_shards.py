@@ -21,9 +21,9 @@ from tests.system.e2e.conftest import (
     changed,
     tokens,
 )
-from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_latent import ARGS as LATENT
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(3, 800)
 CHUNKS = 6

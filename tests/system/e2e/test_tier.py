@@ -30,9 +30,10 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.servers import Store
-from tests.system.e2e.test_failures import CHUNK_BYTES, wait_until
+from tests.system.e2e.test_failures import CHUNK_BYTES
 from tests.system.e2e.test_families import GRANITE4, QWEN3_NEXT, model_of
 from tests.system.forms import blank, flipped
+from tests.waiting import wait_until
 
 PROMPTS = models.prompts(2, 800, seed=80)
 CHUNKS = 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,13 +57,6 @@ def shared_files(pids: list[int]) -> set[str]:
                 if "/dev/shm/" in line:
                     found.add(line[line.index("/dev/shm/") :])
     return found
-
-
-def wait_until(what: str, true: Callable[[], object], timeout_s: float = 250.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 def check_objects(

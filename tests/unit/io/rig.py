@@ -23,6 +23,7 @@ from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import ObjectStore
 from s3kv.types import ChunkKey, TensorSpec
+from tests.waiting import until
 
 NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
 SHARD = "h0-7of8-l0-31of32"
@@ -172,11 +173,6 @@ async def serving(
     async with served(lambda _: store, **how) as (worker, task):
         await worker.ready()
         yield worker, task
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 - nobody sets an event
-        await asyncio.sleep(0.001)
 
 
 async def counted(disk: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -58,10 +56,3 @@ def tier_of(client: HandClient, nbytes: int, **settings: Any) -> Tier:
     config = Config(bucket="bkt", **settings)
     handshake = introduce(config, {"model": "test"}, "encoder", item_dtype="BF16")
     return Tier(handshake, Slab.create(nbytes), cast(IoClient, client), None)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Let the loop run until this holds."""
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 nobody tells
-            await asyncio.sleep(0.001)

@@ -16,7 +16,7 @@ from s3kv.io.tier import Slots, Tier, introduce
 from s3kv.library.host_tier import HostTier
 from s3kv.types import ChunkKey, Location, Outcome, TensorSpec
 from tests.servers import BUCKET, KEYS, boto_client
-from tests.unit.library.hand_client import HandClient, until
+from tests.unit.library.hand_client import HandClient
 from tests.unit.library.stores import (
     big,
     block,
@@ -27,6 +27,7 @@ from tests.unit.library.stores import (
     opening_big,
     room,
 )
+from tests.waiting import until
 
 
 async def test_a_block_put_while_it_is_fetched_is_kept(config: Config) -> None:

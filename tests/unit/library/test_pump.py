@@ -11,8 +11,9 @@ from s3kv.errors import ClosedError
 from s3kv.library.pump import Pump, carried, claimed, in_thread, succeeded
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
-from tests.unit.library.hand_client import HandClient, tier_of, until
+from tests.unit.library.hand_client import HandClient, tier_of
 from tests.unit.library.stores import gated_threads
+from tests.waiting import until
 
 KEY = ChunkKey(0, b"key")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from s3kv.upkeep.cleaner import LEASE_S
 from s3kv.upkeep.refreshing import CERTAIN_AT, MAX_WAITING, Refresher, RefreshRule
 from tests.unit.io import rig
 from tests.unit.io.rig import served
+from tests.waiting import until
 
 AFTER_S = 1000.0
 
@@ -336,11 +337,6 @@ async def test_a_look_that_is_cut_short_is_answered_once() -> None:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 nothing announces it
-        await asyncio.sleep(0.002)
 
 
 async def counted(worker: rig.Worker, counter: str, count: int = 1) -> wire.Stats:

@@ -25,6 +25,7 @@ from s3kv.types import Outcome
 from tests.unit.io import compressed, rig
 from tests.unit.io.compressed import FORMAT
 from tests.unit.io.rig import Worker
+from tests.waiting import until
 
 KEY = rig.object_key(1)
 DATA, OTHER_DATA = compressed.payload(1), compressed.payload(2)
@@ -238,7 +239,7 @@ async def test_a_drain_uploads_the_rest_plain() -> None:
         for number in (1, 2, 3):
             fill(worker, number)
         worker.say(*map(rig.upload, (1, 2, 3)))
-        await rig.until(lambda: bucket.putting)
+        await until(lambda: bucket.putting)
         worker.say(wire.Drain(60.0))
         await worker.settled()
         bucket.gate.set()
@@ -284,7 +285,7 @@ async def test_the_disk_keeps_the_plain_object(
     async with serving(bucket, **where) as worker:
         await rig.counted(file.parents[3])
         assert (await fetched(worker)).source == "bucket"
-        await rig.until(file.exists)
+        await until(file.exists)
         assert file.read_bytes() == PLAIN
         assert (await fetched(worker)).source == "disk"
     monkeypatch.setattr(compression, "codec", lambda: None)
@@ -298,7 +299,7 @@ async def test_the_disk_keeps_the_plain_object_of_an_upload(bucket: Bucket, tmp_
     async with serving(bucket, **where) as worker:
         await rig.counted(file.parents[3])
         assert (await uploaded(worker)).outcome is Outcome.OK
-        await rig.until(file.exists)
+        await until(file.exists)
     assert (file.read_bytes(), bucket.held()) == (PLAIN, STORED)
 
 
@@ -409,7 +410,7 @@ class Reads:
                 bucket.gate.clear()
                 bucket.halves = 0
                 worker.say(rig.fetch(1))
-                await rig.until(lambda: bucket.halves)
+                await until(lambda: bucket.halves)
                 for _ in range(number):
                     await asyncio.sleep(0.001)
                 worker.say(wire.Cancel(1))
@@ -436,7 +437,7 @@ async def test_a_cancelled_fetch_ends_after_its_thread(
     monkeypatch.setattr(compression, "decoding_speed", lambda codec, clock: 1e9)
     async with serving(bucket, range_bytes) as worker:
         worker.say(rig.fetch(1))
-        await rig.until(held.begun.is_set)
+        await until(held.begun.is_set)
         worker.say(wire.Cancel(1))
         for _ in range(20):
             assert (await worker.settled()).running > 0

@@ -27,6 +27,7 @@ from s3kv.place import Place
 from s3kv.types import ItemShape, TensorSpec
 from tests.unit.io import compressed, rig
 from tests.unit.io.compressed import FORMAT, Held
+from tests.waiting import until
 
 DATA = compressed.payload(1)
 STORED = compressed.stored(DATA)
@@ -123,7 +124,7 @@ async def test_what_would_not_be_shorter_is_uploaded_plain(pool: ThreadPoolExecu
 async def test_no_more_than_two_wait_for_the_thread(pool: ThreadPoolExecutor, held: Held) -> None:
     compressor = compressor_of(pool, codec=held)
     first = [asyncio.ensure_future(stored(compressor, job_of())) for _ in range(2)]
-    await rig.until(held.begun.is_set)
+    await until(held.begun.is_set)
     assert await stored(compressor, job_of()) == compressed.plain(DATA)
     assert counted(compressor) == {"left_plain|busy": 1}
     held.gate.set()
@@ -184,7 +185,7 @@ async def test_nothing_reads_the_payload_after_a_cancellation(
     """Neither of the object in the thread, nor of the one that waits for it."""
     compressor = compressor_of(pool, codec=held)
     tasks = [asyncio.ensure_future(stored(compressor, job_of())) for _ in range(2)]
-    await rig.until(held.begun.is_set)
+    await until(held.begun.is_set)
     for _ in range(3):
         for task in tasks:
             task.cancel()
@@ -295,4 +296,4 @@ async def test_its_threads_end_when_it_is_closed() -> None:
     await asyncio.wrap_future(future)
     compressor.close()
     compressor.close()
-    await rig.until(lambda: threading.active_count() <= before)
+    await until(lambda: threading.active_count() <= before)

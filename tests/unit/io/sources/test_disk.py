@@ -22,6 +22,7 @@ from s3kv.stores.disk import Directory
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ async def counters(worker: Worker) -> dict[str, int]:
     return {name.removeprefix("io_disk_"): n for name, n in found.items() if "disk" in name and n}
 
 
-async def until(worker: Worker, **expected: int) -> None:
+async def until_counted(worker: Worker, **expected: int) -> None:
     """Come back when the counters are these, of those named."""
     while True:
         now = await counters(worker)
@@ -107,13 +108,13 @@ async def test_an_object_of_the_bucket_is_fetched_once_per_host(
     rig.hold(bucket, 1)
     async with serving() as worker:
         assert (await fetched(worker)).source == "bucket"
-        await until(worker, writes=1, written_bytes=rig.FORMAT.object_bytes)
+        await until_counted(worker, writes=1, written_bytes=rig.FORMAT.object_bytes)
         assert file.read_bytes() == rig.sealed(1)
         assert (await fetched(worker)).source == "disk"
     async with serving() as worker:  # the next engine on this host
         end = await fetched(worker)
         assert (end.source, end.nbytes) == ("disk", rig.FORMAT.object_bytes)
-        await until(worker, reads=1, read_bytes=rig.FORMAT.object_bytes, writes=0)
+        await until_counted(worker, reads=1, read_bytes=rig.FORMAT.object_bytes, writes=0)
     assert bucket.asked["get_into"] == 1
 
 
@@ -129,11 +130,11 @@ async def test_a_use_is_noted_once_an_hour(serving: Serving, bucket: MemoryStore
     rig.hold(bucket, 1)
     async with serving(refresh_after_s=3600.0) as worker:
         await fetched(worker)
-        await until(worker, writes=1)
+        await until_counted(worker, writes=1)
         fresh_s = [(await fetched(worker)).fresh_s for _ in range(3)]
         assert fresh_s == sorted(fresh_s, reverse=True)
-        await until(worker, reads=3)
-        await rig.until(lambda: bucket.asked["head"])
+        await until_counted(worker, reads=3)
+        await until(lambda: bucket.asked["head"])
     assert bucket.asked["head"] == 1
 
 
@@ -149,7 +150,7 @@ async def test_an_upload_leaves_a_file_whatever_the_bucket_answers(
         outcome = Outcome.FAILED if bucket_is_away else Outcome.OK
         assert (await worker.done(1))[1].outcome is outcome
         worker.slot(1)[:] = bytes(rig.FORMAT.object_bytes)  # the slot is another's now
-        await until(worker, writes=1)
+        await until_counted(worker, writes=1)
         assert file.read_bytes() == rig.sealed(1)
         assert (await fetched(worker)).source == "disk"
 
@@ -173,7 +174,7 @@ async def test_a_bad_file_is_deleted_and_the_bucket_asked(
         )
         end = await fetched(worker)
         assert (end.outcome, end.source) == (Outcome.OK, "bucket")
-        await until(worker, corrupt=1, writes=1)
+        await until_counted(worker, corrupt=1, writes=1)
         assert file.read_bytes() == good
         assert (await fetched(worker)).source == "disk"
 
@@ -192,14 +193,14 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
     rig.hold(bucket, 1, 2, 3)
     async with serving() as worker:
         assert (await fetched(worker)).source == "bucket"
-        await until(worker, writes=1)
+        await until_counted(worker, writes=1)
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", fail)
             patch.setattr(os, "pwritev", fail)
             for numbers, dropped in ((1, 2), 1), ((3, 1), 3):
                 for number in numbers:
                     assert (await fetched(worker, number)).source == "bucket"
-                await until(worker, failed=2, dropped=dropped)
+                await until_counted(worker, failed=2, dropped=dropped)
         lines = [r.getMessage() for r in caplog.records if " there for " in r.message]
         assert len(lines) == 2, "one for reading, and one for writing"
     async with serving() as worker:
@@ -213,10 +214,10 @@ async def test_a_read_that_hangs_costs_its_patience(
     monkeypatch.setattr(source, "PATIENCE_S", 0.02)
     async with serving() as worker:
         await fetched(worker)
-        await until(worker, writes=1)
+        await until_counted(worker, writes=1)
         hold.all("preadv")
         assert (await fetched(worker, 1)).source == "bucket"
-        await until(worker, failed=1)
+        await until_counted(worker, failed=1)
         assert (await fetched(worker, 2)).source == "bucket"
 
 
@@ -234,7 +235,7 @@ async def test_a_slot_is_not_written_after_its_job_has_ended(
 
     async with serving() as worker:
         await fetched(worker)
-        await until(worker, writes=1)
+        await until_counted(worker, writes=1)
         hold.all("preadv")
         monkeypatch.setattr(Directory, "read", read_to_the_end)
         worker.say(rig.fetch(1))
@@ -256,9 +257,9 @@ async def test_objects_are_dropped_when_the_disk_is_behind(
         hold.all("pwritev")
         for number in (1, 2, 3):
             assert (await fetched(worker, number)).source == "bucket"
-        await until(worker, dropped=1)
+        await until_counted(worker, dropped=1)
         hold.let_go.set()
-        await until(worker, dropped=1, writes=2)
+        await until_counted(worker, dropped=1, writes=2)
 
 
 async def test_the_budget_is_kept(

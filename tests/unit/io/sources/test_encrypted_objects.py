@@ -35,6 +35,7 @@ from tests.unit.io.rig import Worker
 from tests.unit.io.sources import test_compressed_objects as objects
 from tests.unit.io.sources import test_other_shards as shards
 from tests.unit.io.sources.test_compressed_objects import fetched, uploaded
+from tests.waiting import until
 
 MASTER, OLD = bytes(range(32)), bytes(range(1, 33))
 RING = Keyring([MASTER])
@@ -143,7 +144,7 @@ async def test_the_disk_is_asked_first_and_holds_objects_encrypted(
     async with serving(bucket, range_bytes, **where) as worker:
         await rig.counted(tmp_path / "cache")
         assert (await fetched(worker)).source == "bucket"
-        await rig.until(file.exists)
+        await until(file.exists)
         right = file.read_bytes()
         assert (len(right), PLAIN[-100:] in right) == (encrypted_bytes(len(PLAIN)), False)
         assert (await fetched(worker)).source == "disk"
@@ -153,7 +154,7 @@ async def test_the_disk_is_asked_first_and_holds_objects_encrypted(
     file.write_bytes(bad)
     async with serving(bucket, range_bytes, **where) as worker:
         assert (await fetched(worker)).source == "bucket"
-        await rig.until(lambda: content(file) not in (b"", bad))
+        await until(lambda: content(file) not in (b"", bad))
         assert (await fetched(worker)).source == "disk"
         assert (await worker.settled()).counters["io_disk_corrupt"] == 1
     assert not plain.file_of(KEY).exists()
@@ -381,7 +382,7 @@ async def test_uses_renew_the_encrypted_object(*, is_old: bool) -> None:
     for number in (1, 2):
         refresher.use(rig.object_key(number), lambda outcome, fresh_s: answers.append(outcome))
     tasks = [asyncio.ensure_future(work()) for work in (refresher.look, refresher.run)]
-    await rig.until(lambda: refresher.done and len(answers) == 2)
+    await until(lambda: refresher.done and len(answers) == 2)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -24,6 +24,7 @@ from s3kv.stores.store import ObjectInfo, Receiver, landing
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker
+from tests.waiting import until
 
 RANGE_BYTES = 4096
 RANGES = rig.FORMAT.object_bytes // RANGE_BYTES
@@ -245,7 +246,7 @@ async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket) -> None:
     bucket.unwound.clear()
     async with fetching(bucket) as worker:
         worker.say(rig.fetch(3, number=1))
-        await rig.until(lambda: bucket.running == RANGES)
+        await until(lambda: bucket.running == RANGES)
         worker.say(wire.Cancel(3))
         assert (await worker.settled()).running == RANGES
         bucket.unwound.set()
@@ -257,7 +258,7 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket) -> None:
     bucket.gate.clear()
     async with fetching(bucket, max_inflight_requests=8) as worker:
         worker.say(*(rig.fetch(number) for number in range(3)))
-        await rig.until(lambda: bucket.running == 6)
+        await until(lambda: bucket.running == 6)
         assert (await worker.settled()).running == 6
         worker.say(*(rig.fetch(number) for number in range(3, 7)))
         stats = await worker.settled()
@@ -277,7 +278,7 @@ async def test_a_late_range_is_hedged(bucket: Bucket) -> None:
         bucket.reads.clear()
         bucket.gate.clear()
         worker.say(rig.fetch(3, number=1))
-        await rig.until(lambda: bucket.reads.total() > RANGES)
+        await until(lambda: bucket.reads.total() > RANGES)
         bucket.gate.set()
         assert (await worker.done(1))[3].outcome is Outcome.OK
         assert bytes(worker.slot(3)) == rig.sealed(1)
