@@ -27,12 +27,8 @@ from demo.place import Place, place_to_use
 from demo.reader import Reader, reader
 from lab.engine import Engine
 
-KV_CACHE_TOKENS = 6_144
-"""Tokens in an engine's own cache: those of three or four conversations."""
-HOST_BYTES = "192MiB"
-"""Host memory of a replica, for half of all conversations."""
-SETTINGS: Mapping[str, Any] = {"chunk_tokens": 128, "host_bytes": HOST_BYTES, "probe_chunks": 1}
-SHORT = Traffic(conversations=8, turns=3)
+SETTINGS: Mapping[str, Any] = {"chunk_tokens": 128, "probe_chunks": 1}
+SHORT = Traffic(conversations=6, turns=3, system_tokens=1_024, page_tokens=512)
 
 
 class Act:
@@ -49,7 +45,9 @@ class Act:
         board = Board(self._console, title, self._traffic.requests)
         connector, env = None, {}
         if place is not None:
-            connector, env = place.connector(**SETTINGS), place.server.env
+            host_bytes = self._bytes_of(self._traffic.conversations / 2)
+            connector = place.connector(**SETTINGS, host_bytes=host_bytes)
+            env = place.server.env
 
         def engine(name: str) -> Engine:
             return Engine(
@@ -57,7 +55,9 @@ class Act:
                 connector=connector,
                 env=env,
                 log_path=self._directory / f"{title}-{name}.log",
-                kv_cache_memory_bytes=KV_CACHE_TOKENS * self._reader.kv_bytes_per_token,
+                kv_cache_memory_bytes=self._bytes_of(3.5),
+                max_model_len=self._traffic.system_tokens + 2 * self._traffic.page_tokens,
+                dtype=self._reader.dtype,
             )
 
         fleet = Fleet(engine, self._reader, self._traffic.answer_tokens, board.tell, board.tick)
@@ -68,10 +68,16 @@ class Act:
         finally:
             fleet.end()
 
+    def _bytes_of(self, conversations: float) -> int:
+        """The size of their KV. An engine's own cache has room for three or four, and a replica's
+        host memory for half of all."""
+        tokens = self._traffic.system_tokens + int(conversations * self._traffic.page_tokens)
+        return tokens * self._reader.kv_bytes_per_token
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("demo chat", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="two thirds of the traffic")
+    parser.add_argument("--short", action="store_true", help="half the requests, shorter prompts")
     traffic = SHORT if parser.parse_args(arguments).short else Traffic()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="s3kv-demo-") as directory, place_to_use() as place:

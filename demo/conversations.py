@@ -14,7 +14,7 @@ from lab.engine import ROOT
 class Traffic:
     """Amount of traffic. A first prompt is the system prompt, which is this project's glossary and
     questions, another page, and a question; every later one has the answer to the one before, and
-    another question, at its end. The system prompt has the answers."""
+    another question, at its end. The system prompt has answers."""
 
     conversations: int = 12
     turns: int = len(QUESTIONS)

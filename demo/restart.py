@@ -105,6 +105,7 @@ class Demo:
             max_model_len=self._reader.max_tokens,
             max_num_batched_tokens=CHUNK_TOKENS,
             block_size=CHUNK_TOKENS,
+            dtype=self._reader.dtype,
         )
         with ExitStack() as stack:
             with self._console.status(f"engine {name} starts"):
