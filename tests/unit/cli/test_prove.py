@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,7 +73,7 @@ def test_the_bucket_is_cleaned_however_it_ends(run: Run, boto: Any, arms: dict[s
         raise ArmFailed("arm off did not start: no such model")
 
     def end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     for raises, code in ((fail, 2), (end, 128 + signal.SIGTERM)):
         arms["raises"] = raises
