@@ -42,6 +42,7 @@ class Act:
 
     def play(self, title: str, place: Place | None) -> tuple[Figures, Figures]:
         """Figures of the whole fleet, and of the replacement. place: None is without s3kv."""
+        longest = self._traffic.system_tokens + 2 * self._traffic.page_tokens
         board = Board(self._console, title, self._traffic.requests)
         connector, env = None, {}
         if place is not None:
@@ -56,7 +57,7 @@ class Act:
                 env=env,
                 log_path=self._directory / f"{title}-{name}.log",
                 kv_cache_memory_bytes=self._bytes_of(3.5),
-                max_model_len=self._traffic.system_tokens + 2 * self._traffic.page_tokens,
+                max_model_len=min(self._reader.max_tokens, longest),
                 dtype=self._reader.dtype,
             )
 
