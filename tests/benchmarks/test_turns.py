@@ -35,8 +35,13 @@ def test_few_values_have_no_interval() -> None:
     ids=["short", "saving"],
 )
 def test_the_quick_benchmark_ends(
-    benchmark: ModuleType, options: list[str], figure: str, tmp_path: Path
+    benchmark: ModuleType,
+    options: list[str],
+    figure: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(benchmark, "PROMPTS", 2)
     benchmark.main(["--quick", *options, "--json", str(tmp_path / "result")])
     result = json.loads((tmp_path / "result").read_text())
     assert set(result["ratio"]) >= {"again", "empty", "own"}
