@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from lab.s3 import S3Server, moto_process
 from s3kv.io.wire import Stats
 from s3kv.planning.breaker import BreakerState
 from tests.servers import set_credentials
-from tests.system.faults.life import CONSTANTS, HANG_S, SLOTS, Life
+from tests.system.faults.life import CONSTANTS, SLOTS, Life
 from tests.unit.io import rig
 
 BUCKET = "faults"
@@ -70,12 +69,6 @@ def place(server: S3Server, store: Proxy) -> Iterator[Place]:
     it = Place(server, store)
     yield it
     it.end()
-
-
-def until(what: str, true: Callable[[], object]) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < end_s, f"never happened: {what}"
 
 
 def said(life: Life, what: Callable[[Stats], bool]) -> Callable[[], bool]:
