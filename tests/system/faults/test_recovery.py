@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from lab import constants
 from lab.faults import Fault, s3_error
 from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server, moto_process
-from s3kv.io.wire import Stats
 from s3kv.planning.breaker import BreakerState
 from tests.servers import set_credentials
 from tests.system.faults.life import CONSTANTS, SLOTS, Life
@@ -69,17 +68,6 @@ def place(server: S3Server, store: Proxy) -> Iterator[Place]:
     it = Place(server, store)
     yield it
     it.end()
-
-
-def said(life: Life, what: Callable[[Stats], bool]) -> Callable[[], bool]:
-    """Whether the I/O process says so of itself; it is asked once a second."""
-
-    def true() -> bool:
-        life.step()
-        process = life.client._answers.stats
-        return process is not None and what(process)
-
-    return true
 
 
 def test_nothing_is_tried_again_when_nobody_waits_any_more(place: Place) -> None:
