@@ -7,15 +7,22 @@ to stderr, the log; answers alone go to what was stdout.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import threading
+from typing import NoReturn
 
 
-def run() -> None:
+def run() -> NoReturn:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from lab.child import main
 
     asyncio.run(main(answers))
+    # As at any end, but for the two seconds in which an interpreter takes vLLM apart.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 if __name__ == "__main__":

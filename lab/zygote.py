@@ -147,7 +147,6 @@ def watch(env: dict[str, str], stdin: int, stdout: int, log: int, status: int) -
         os.environ.update(env)
         random.seed()
         entry.run()
-        sys.exit()
     for fd in (stdin, stdout, log):
         os.close(fd)
     os.write(status, b"%d\n" % pid)
