@@ -31,10 +31,10 @@ from tests.system.kills.aftermath import (
     processes_marked,
     shared_files,
     slabs,
-    wait_until,
 )
 from tests.system.kills.prompts import dictionary
 from tests.system.kills.worker import PADDING_BYTES, SETUP, shard
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 BUCKET = "kills"
