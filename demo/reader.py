@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from lab import models, smollm
 from lab.engine import ROOT
 
+CPUINFO = Path("/proc/cpuinfo")
 PAGES = ("docs/cost.md", "docs/glossary.md", "docs/faq.md")
 QUESTIONS = (
     "Can I use it without vLLM?",
@@ -58,9 +59,8 @@ class Reader:
 
 def reader(directory: Path, console: Console) -> Reader:
     """One with SmolLM2, or, where that is missing, with random weights in `directory`, as the
-    console is told. In float32 on a processor that only emulates bfloat16: a third of the time."""
-    native = "bf16" in Path("/proc/cpuinfo").read_text()
-    width, dtype = (1, "bfloat16") if native else (2, "float32")
+    console is told. Computes in float32 where bfloat16 would be emulated: a third of the time."""
+    width, dtype = (1, "bfloat16") if "bf16" in CPUINFO.read_text() else (2, "float32")
     path = smollm.directory()
     if path is None:
         console.print(MISSING)

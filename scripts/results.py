@@ -79,6 +79,7 @@ def gpu(result: dict[str, Any]) -> str:
     """What was measured on a machine with a GPU, each at its commit."""
     machine = result["machine"]
     tests, engines, chunks = result["tests"], result["engines"], result["large_chunks"]
+    pieces = " and ".join(f"{n:,}" for n in chunks["pieces"])
     equal = sum(engine["equal"] for engine in engines)
     named = ", ".join(f"{n} {machine['packages'][n]}" for n in ("vllm", "torch", "triton"))
     lines = [
@@ -88,8 +89,8 @@ def gpu(result: dict[str, Any]) -> str:
         f"{tests['passed']} tests passed, {tests.get('failed', 0)} failed. {equal} of "
         f"{len(engines)} engines gave the same tokens from host memory and from the bucket as from "
         "their own cache, with hits of the full length and nothing left under way. In "
-        f"{chunks['times']} rounds with chunks of 1,280 and 4,352 pieces {chunks['wrong_bytes']} "
-        "bytes were wrong, and compute-sanitizer found no error.",
+        f"{chunks['times']} rounds with chunks of {pieces} pieces {chunks['wrong_bytes']} bytes "
+        f"were wrong. Tests that passed under compute-sanitizer: {result['memcheck']['passed']}.",
         "",
         "| | threads | cold, alone | cold, beside uploads | own cache | host memory | bucket |",
         "|---|---|---|---|---|---|---|",

@@ -11,7 +11,7 @@ UNPACK_S = 40
 
 ENGINE = "scripts.gpu.engine"
 LINK_MB_S = 1_000.0
-"""A link that decoding is worth its time on."""
+"""Rate of the link at which compression has to pay."""
 Stage = tuple[Part, ...]
 """Parts that run at once."""
 

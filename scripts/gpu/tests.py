@@ -26,7 +26,7 @@ START_S = 90.0
 """Of a process that has begun no test: it imports torch and wakes up the GPU."""
 _LOOK_S = 0.05
 _ABSENT = ("boto3", "moto")
-"""Packages of other tests of this project: a rehearsal has to do without them, too."""
+"""Packages that only other tests need. They are missing on a GPU machine, and so in a rehearsal."""
 
 
 class Results:

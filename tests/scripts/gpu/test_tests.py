@@ -14,8 +14,8 @@ import pytest
 from tests.project import ROOT
 
 HANGING = """
-import os, time, pytest
-def test_first(): pass
+import os, sys, time, pytest
+def test_first(): assert sys.modules["boto3"] is None  # nobody can import it
 @pytest.mark.timeout(1)
 def test_hangs(): it_hangs_here()
 def it_hangs_here(): time.sleep(1000)
