@@ -138,6 +138,23 @@ AREAS = (
         "the same with windows; a bucket that goes, an I/O process killed",
         (f"{_E2E}/test_tier.py",),
     ),
+    Area(
+        "forms",
+        "objects compressed, encrypted, on a disk, from ranks of another number; short requests",
+        tuple(
+            f"{_E2E}/test_{name}.py"
+            for name in ("compression", "encryption", "disk", "shards", "short_requests")
+        ),
+    ),
+    Area(
+        "commands",
+        "`s3kv serve` as documented, with both front ends, restarted; `s3kv prove`",
+        (
+            f"{_E2E}/test_serve.py::test_serve_restart_serve",
+            f"{_E2E}/test_serve_commands.py",
+            f"{_E2E}/test_prove.py",
+        ),
+    ),
 )
 """What holds s3kv to its host: a row each."""
 

