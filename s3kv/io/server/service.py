@@ -67,14 +67,12 @@ class Service:
         compressor: Compressor | None = None,
     ) -> None:
         config = handshake.config
-        self._config = config
+        self._handshake = handshake
         self._slab = slab
         self._store = store
         self._send = send
         self._hang_up = hang_up
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
-        self._shard = handshake.shard
-        self._is_borrowed = handshake.is_borrowed
         self._formats = Formats(handshake, slab.nbytes)
         self._queue = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
         registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
@@ -119,7 +117,7 @@ class Service:
             self._disk.start()
 
     async def _try_bucket(self) -> wire.Ready:
-        config = self._config
+        config = self._handshake.config
         trouble: wire.Trouble
         try:
             checked = self._bucket.attempts(lambda: self._store.check(self._namespace.root))
@@ -157,7 +155,7 @@ class Service:
             self._send_end(_unsent(message, Outcome.CANCELLED, "shutting down"))
             return
         try:
-            key = self._namespace.chunk(message.key, self._shard)
+            key = self._namespace.chunk(message.key, self._handshake.shard)
             if message.kind is JobKind.USE:
                 self._refresher.use(key, partial(self._use_ended, message))
                 return
@@ -176,7 +174,7 @@ class Service:
         layout, where = self._formats.of(message)
         job_id, kind, block_hash = message.job_id, message.kind, message.key.block_hash
         slot, due_s = self._slab.view[where], self._due_s(message)
-        if self._is_borrowed:
+        if self._handshake.is_borrowed:
             place = Place(memoryview(bytearray(layout.header_bytes)), slot)
         else:
             place = Place.of(slot, layout.header_bytes)
@@ -186,10 +184,10 @@ class Service:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
         item. A chunk's upload has none left: its planner tries again by itself, seconds later,
         when that is of more use. The outbox of items never tries again, nor does vLLM."""
-        is_retried = message.item is None and not self._is_borrowed
+        is_retried = message.item is None and not self._handshake.is_borrowed
         if message.kind is JobKind.UPLOAD and is_retried:
             return -math.inf
-        return asyncio.get_running_loop().time() + self._config.max_wait_ms / 1000
+        return asyncio.get_running_loop().time() + self._handshake.config.max_wait_ms / 1000
 
     def _start_jobs(self) -> None:
         self._queue.limit_requests(self._bucket.pacing.window.size)

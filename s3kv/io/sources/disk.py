@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -75,25 +75,30 @@ class WorkerThreads:
 
     def __init__(self, readers: int) -> None:
         self._readers = ThreadPoolExecutor(readers, "s3kv-disk-read")
-        self._writer = ThreadPoolExecutor(1, "s3kv-disk-write", initializer=_yield_to_others)
+        yields = partial(os.setpriority, os.PRIO_PROCESS, 0, _WRITER_NICENESS)  # of that thread
+        self._writer = ThreadPoolExecutor(1, "s3kv-disk-write", initializer=yields)
         self._copiers = ThreadPoolExecutor(2, "s3kv-disk-copy")
 
-    def read(self, work: Callable[[], _T]) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(self._readers, work)
+    async def read(self, work: Callable[[], _T]) -> _T:
+        return await _run(self._readers, work)
 
-    def write(self, work: Callable[[], _T]) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(self._writer, work)
+    async def write(self, work: Callable[[], _T]) -> _T:
+        return await _run(self._writer, work)
 
-    def copy(self, work: Callable[[], _T]) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(self._copiers, work)
+    async def copy(self, work: Callable[[], _T]) -> _T:
+        return await _run(self._copiers, work)
 
     def close(self) -> None:
         for executor in (self._readers, self._writer, self._copiers):
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _yield_to_others() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+async def _run(executor: Executor, work: Callable[[], _T]) -> _T:
+    try:
+        running = asyncio.get_running_loop().run_in_executor(executor, work)
+    except RuntimeError as error:  # no further thread: `work` may still be run by one of the others
+        raise OSError(0, str(error)) from error
+    return await running
 
 
 class DiskSource:
@@ -142,7 +147,8 @@ class DiskSource:
         if reason is not None:
             self.counters["io_disk_corrupt"] += 1
             _log.warning("%s on the disk failed verification: %s", job.key, reason)
-            self._begin(self._off_loop("writing", partial(self._delete, job.key)))
+            directory = self._directory
+            self._begin(self._off_loop(lambda: directory.delete(directory.file_of(job.key))))
             return job.end(Outcome.MISSING, f"{job.key} on the disk was bad")
         self.counters["io_disk_reads"] += 1
         self.counters["io_disk_read_bytes"] += nbytes
@@ -197,15 +203,14 @@ class DiskSource:
             self._workers.copy(partial(copy_bytes, job.place.cut(0, nbytes).views, buffer))
         )
         try:
-            await asyncio.wait([copying])
-        finally:
             await ended([copying])
-            self._begin(self._write(job.key, buffer))
+        finally:
+            self._begin(self._write(job.key, buffer, copying))
 
-    async def _write(self, key: str, buffer: bytearray) -> None:
+    async def _write(self, key: str, buffer: bytearray, copying: asyncio.Future[int]) -> None:
         write = partial(self._directory.write, key, Place.of(buffer), self._closing.is_set)
         try:
-            result = await self._off_loop("writing", write)
+            result = None if copying.exception() else await self._off_loop(write)
         finally:
             self._copies.give_back(buffer)
         if result == "written":
@@ -216,22 +221,19 @@ class DiskSource:
         if now_s() >= self._clean_after_s:
             self._clean_after_s = now_s() + _CLEAN_EVERY_S
             wanted = self._directory.file_bytes(len(buffer))
-            if await self._off_loop("writing", partial(is_crowded, self._directory, wanted)):
+            if await self._off_loop(partial(is_crowded, self._directory, wanted)):
                 await self._clean(wanted)
 
-    def _delete(self, key: str) -> None:
-        self._directory.delete(self._directory.file_of(key))
-
     async def _clean(self, wanted_bytes: int = 0) -> None:
-        deleted = await self._off_loop("writing", partial(clean, self._directory, wanted_bytes))
+        deleted = await self._off_loop(partial(clean, self._directory, wanted_bytes))
         self.counters["io_disk_evicted_bytes"] += deleted or 0
 
-    async def _off_loop(self, what: str, work: Callable[[], _T]) -> _T | None:
+    async def _off_loop(self, work: Callable[[], _T]) -> _T | None:
         """Run `work` in the thread that writes. None if it fails."""
         try:
             return await self._workers.write(work)
         except OSError as error:
-            self._failed(what, error)
+            self._failed("writing", error)
             return None
 
     def _failed(self, what: str, error: OSError) -> None:

@@ -79,12 +79,12 @@ async def copies_from_the_slot_after_the_job(
     if (buffer := self._copies.take(nbytes)) is None:
         return
 
-    async def copy_later() -> None:
+    async def copy_later() -> int:
         await asyncio.sleep(1.0)
-        copy_bytes(job.place.cut(0, nbytes).views, buffer)
-        await self._write(job.key, buffer)
+        return copy_bytes(job.place.cut(0, nbytes).views, buffer)
 
-    self._begin(copy_later())
+    copying = asyncio.ensure_future(copy_later())
+    copying.add_done_callback(lambda _: self._begin(self._write(job.key, buffer, copying)))
 
 
 @instead_of(Directory, "read")

@@ -248,6 +248,30 @@ async def test_a_slot_is_not_written_after_its_job_has_ended(
         assert not any(worker.slot(1))
 
 
+async def test_a_read_that_gets_no_thread_is_none(
+    serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, hold: Hold
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rig.hold(bucket, 1, 2)
+    async with serving() as worker:
+        for number in (1, 2):
+            await fetched(worker, number)
+        await until_counted(worker, writes=2)
+        hold.all("preadv")
+        worker.say(rig.fetch(1))  # takes the one thread that reads
+        await asyncio.to_thread(hold.begun.wait)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert (await fetched(worker, 2)).source == "bucket"
+        worker.slot(2)[:] = bytes(rig.FORMAT.object_bytes)
+        hold.let_go.set()
+        assert (await worker.done(1))[1].source == "disk"
+        assert (await fetched(worker, 1)).source == "bucket", "the disk is off for a while"
+        assert not any(worker.slot(2)), "by the read that was left in the queue"
+
+
 async def test_objects_are_dropped_when_the_disk_is_behind(
     serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
