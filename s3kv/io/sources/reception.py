@@ -93,8 +93,7 @@ class Reception:
         self._is_decoding = self._is_over = False
         self._future: Future[None] | None = None
         """The last call in a thread."""
-        self._landed_s = 0.0
-        self._decoding_s = 0.0
+        self._landed_s = self._decoding_s = 0.0
 
     def land(self, nbytes: int, bounds: range | None = None) -> Place | None:
         """The memory for the bytes `bounds` (None: all) of the object, which has `nbytes`. None if

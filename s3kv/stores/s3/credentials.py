@@ -155,8 +155,9 @@ def _find_users() -> Any:
 
 def _open_session(config: Config) -> RefreshableCredentials:
     def create() -> dict[str, str]:
+        verify = config.ca_bundle if config.verify_tls else False
         client: Any = botocore.session.Session().create_client(
-            "s3", region_name=config.region, endpoint_url=config.endpoint_url
+            "s3", region_name=config.region, endpoint_url=config.endpoint_url, verify=verify
         )
         with contextlib.closing(client):
             told = client.create_session(Bucket=config.bucket)["Credentials"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,16 @@ async def test_one_session_signs_all_requests() -> None:
     assert zone.used() == ["session-1"] * 3
     assert "x-amz-s3session-token: token-1" in zone.heads[0].lower()
     assert "x-amz-security-token" not in zone.heads[0].lower()
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+async def test_a_session_is_opened_with_the_settings_of_tls(
+    certificate: Path, server_tls: ssl.SSLContext
+) -> None:
+    async with servers.canned(Zone().answer, tls=server_tls) as at:
+        for settings in {"ca_bundle": str(certificate)}, {"verify_tls": False}:
+            async with opened(at.url, bucket=BUCKET, **settings) as store:
+                assert await get(store) == 5
 
 
 async def test_a_session_is_replaced_before_it_ends() -> None:
