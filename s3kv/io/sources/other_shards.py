@@ -154,4 +154,4 @@ class OtherShards:
             for part, place in zip(cover, places, strict=True):
                 part.apply(place, job.place)
             own.seal(job.place, job.block_hash)
-            return job.end(Outcome.OK, nbytes=nbytes)
+            return job.end(Outcome.OK, nbytes=nbytes, fresh_s=min(end.fresh_s for end in ends))

@@ -25,6 +25,7 @@ from s3kv.objects.shards import Shard
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.types import ChunkKey, Outcome, TensorSpec
+from s3kv.upkeep.refreshing import LOOK_S
 from tests.unit.io import compressed, rig
 from tests.unit.io.rig import NAMESPACE, Worker
 
@@ -205,6 +206,7 @@ async def test_it_is_put_together_of_what_others_have_stored(
             end = await reader.fetch(number)
             assert end.outcome is Outcome.OK
             assert end.source == "other_shards"
+            assert end.fresh_s <= LOOK_S, "the bucket has to hear of uses"
             assert end.nbytes == sum(len(stored(other)) for other in others)
             assert bytes(reader.slot(number)) == stored(shard)
 
