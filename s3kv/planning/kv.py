@@ -320,7 +320,7 @@ class KVPlanner:
                     request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(blocks_after(self._coverages, first_written, step.block_ids))
-            if may_save and (jobs := self._saves.plan(request, step)):
+            if may_save and (jobs := self._saves.plan(request, step, now_s)):
                 saves += jobs
         self._go_on(now_s)
         most = self._settings.max_saves_inflight

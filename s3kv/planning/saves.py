@@ -48,7 +48,7 @@ class ChunkSaves:
         if self._doubtful:
             self._doubtful.difference_update(blocks)
 
-    def plan(self, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
+    def plan(self, request: PlannedRequest, step: ScheduledRequest, now_s: float) -> Sequence[Job]:
         """Plan to save the chunks that are complete after this step, have a hash, and may be saved.
 
         Only known tokens have hashes, so drafts that may be rejected are never saved.
@@ -59,9 +59,7 @@ class ChunkSaves:
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.
-        if tokens < (saving.saved + 1) * size:
-            return ()
-        if saving.is_barred:
+        if tokens < (saving.saved + 1) * size or saving.is_barred:
             return ()
         chunks = saving.take(min(saving.allowed(tokens // size), len(request.hashes.read())))
         if not chunks:
@@ -73,7 +71,7 @@ class ChunkSaves:
         for position, coverage in product(chunks, self._coverages):
             end = (position + 1) * size
             if coverage.kind.is_saved(end, computed, step.scheduled_tokens, step.states, last):
-                jobs.append(self._save(request, coverage, position, tables, step))
+                jobs.append(self._save(request, coverage, position, tables, step, now_s))
         return [job for job in jobs if job is not None]
 
     def _save(
@@ -83,10 +81,12 @@ class ChunkSaves:
         position: int,
         tables: Sequence[Sequence[int]],
         step: ScheduledRequest,
+        now_s: float,
     ) -> Job | None:
         ledger = self._ledger
         key = ChunkKey(coverage.number, request.hashes.known[position])
         state = ledger.state(key)
+        ledger.index.use(key, now_s)  # no lookup may have asked the bucket
         if state is ChunkState.RESIDENT:
             ledger.unsaved.hit(key)
         if state in _KEPT:

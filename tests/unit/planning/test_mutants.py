@@ -185,9 +185,10 @@ def offers_what_is_on_its_way(patch: Patch) -> None:
 
 @instead_of(ChunkSaves, "plan")
 def saves_chunks_that_are_not_complete(
-    self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest
+    self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest, now_s: float
 ) -> Sequence[Job]:
-    return save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1))
+    more = step._replace(scheduled_tokens=step.scheduled_tokens + 1)
+    return save(self, request, more, now_s)
 
 
 @mutant
@@ -308,8 +309,10 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
     def grown(self: Saving, step: ScheduledRequest) -> None:
         place(self, step._replace(tables=None))
 
-    def known(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
-        return save(self, request, step._replace(tables=None))
+    def known(
+        self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest, now_s: float
+    ) -> Sequence[Job]:
+        return save(self, request, step._replace(tables=None), now_s)
 
     patch.setattr(Saving, "place", grown)
     patch.setattr(ChunkSaves, "plan", known)
@@ -317,10 +320,10 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
 
 @instead_of(ChunkSaves, "plan", by_machine_with_groups)
 def saves_no_block_as_if_it_were_one(
-    self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest
+    self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest, now_s: float
 ) -> Sequence[Job]:
     self._null_block = None
-    return save(self, request, step)
+    return save(self, request, step, now_s)
 
 
 @instead_of(ChunkSaves, "_save", by_machine_with_groups)

@@ -64,11 +64,16 @@ def in_own_cache(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
     return desk.run(name, range(tokens // 2 + 1), tokens, 1, new=True)
 
 
+def computed_again(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
+    """A request that computes its chunks and has not looked for them."""
+    return desk.compute(name, prompt, range(len(prompt) // 2), 0, len(prompt))
+
+
 def ids(uses: Iterable[BucketJob]) -> list[int]:
     return [use.job_id for use in uses]
 
 
-@pytest.mark.parametrize("use", [in_host_memory, in_own_cache])
+@pytest.mark.parametrize("use", [in_host_memory, in_own_cache, computed_again])
 def test_what_is_used_above_the_bucket_is_asked_for_once_it_is_due(
     use: Callable[[Desk, str], StepPlan],
 ) -> None:
@@ -145,6 +150,17 @@ def test_what_only_the_engine_has_is_saved_by_the_next_request_that_runs_over_it
     answer(desk, ids(uses_of(plan)), MISSING)
     desk.now_s += 30.0
     assert desk.keys(in_own_cache(desk, "next").saves) == [desk.key("aaaa")]
+
+
+def test_who_does_not_load_learns_as_well_what_the_bucket_has_lost() -> None:
+    desk = Desk(may_load=False, slots=1)
+    for prompt in ["aaaa", "bbbb"]:  # the second takes the only slot
+        (save,) = computed_again(desk, prompt, prompt).saves
+        desk.copied(save)
+        answer(desk, [save.job_id], Outcome.OK, JobKind.UPLOAD)
+    desk.now_s = FRESH_S
+    answer(desk, ids(uses_of(computed_again(desk, "r"))), MISSING)
+    assert desk.keys(computed_again(desk, "next").saves) == [desk.key("aaaa")]
 
 
 def test_one_rank_without_it_is_enough() -> None:
