@@ -237,7 +237,7 @@ class ECSchedulerSide(Guarded):
         if item is not None:
             place = request.mm_features[index].mm_position
             saves = most is None or place.offset + place.length <= most
-            self.planner.allocated(request.request_id, item, saves=saves)
+            self.planner.allocated(request.request_id, item, time.monotonic(), saves=saves)
 
     def plan(self, output: SchedulerOutput) -> ItemPlan:
         """End the pass. Returns the plan of its step; if the planner has failed, only the promised

@@ -235,12 +235,11 @@ class ECPlanner:
             return None
         width = self._sizes.width(wanted, item.nbytes)
         self._pin(item)
-        span = item.span
-        load = ItemLoad(identifier, span.offset, span.nbytes, wanted.rows, width)
+        load = ItemLoad(identifier, *item.span, wanted.rows, width)
         self._promises[identifier] = (item, load)
         return load
 
-    def allocated(self, request_id: str, wanted: Wanted, *, saves: bool = True) -> None:
+    def allocated(self, request_id: str, wanted: Wanted, now_s: float, *, saves: bool) -> None:
         """Note that the engine has made room for the item in its own cache. It loads the item if
         it was promised in this pass, and encodes it otherwise. saves: it may be saved then."""
         identifier = wanted.identifier
@@ -257,11 +256,12 @@ class ECPlanner:
                 self.counters.update({"hit_rows": wanted.rows, f"hit_rows_{tier}": wanted.rows})
             self._loads[identifier] = promise[1]
         elif saves and self._settings.may_save:
-            self._save(wanted)
+            self._save(wanted, now_s)
 
-    def _save(self, wanted: Wanted) -> None:
-        state = self.ledger.state(wanted.key)
-        is_known = state is ChunkState.RESIDENT or self.ledger.index.is_present(wanted.key)
+    def _save(self, wanted: Wanted, now_s: float) -> None:
+        state, verdict = self.ledger.state(wanted.key), self.ledger.index.verdict
+        is_known = state is ChunkState.RESIDENT or verdict(wanted.key, now_s)
+        # Who does not load is told nothing of what the bucket has deleted since: hence the verdict.
         if is_known and state is not ChunkState.FETCHING:
             return
         self.counters["saves"] += 1

@@ -93,7 +93,7 @@ class Desk:
         """One pass of the engine that places these items."""
         for item in items:
             self.planner.promise(item.identifier)
-            self.planner.allocated(request_id, item, saves=saves)
+            self.planner.allocated(request_id, item, self.now_s, saves=saves)
         plan = self.planner.plan(freed)
         check(self.planner)
         return plan

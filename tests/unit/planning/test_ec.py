@@ -204,6 +204,10 @@ def test_a_consumer_saves_nothing_and_a_producer_loads_nothing() -> None:
     assert producer.orders == []
     assert not producer.planner.promise("a")
     assert len(producer.schedule("r", A).saves) == 1
+    producer.planner.on_report(ItemReport(uploaded={A.key: 60.0}), 0.0)
+    assert producer.schedule("s", A).saves == ()
+    producer.now_s = 60.0
+    assert len(producer.schedule("t", A).saves) == 1, "the bucket may have deleted it"
 
 
 def test_nobody_waits_longer_than_encoding_takes() -> None:

@@ -87,7 +87,7 @@ class Engine:
                 promised = self.desk.planner.promise(item.identifier)
                 if self.draw.random() < 0.1:
                     break  # no room after all; it comes back in a later pass
-                self.desk.planner.allocated(name, item)
+                self.desk.planner.allocated(name, item, self.desk.now_s, saves=True)
                 self.cache[item.identifier] = None
                 self.encoded += not promised
             else:
