@@ -138,8 +138,8 @@ class HostTier:
         again."""
         self.ledger.unsaved.hit(key)
         self.ledger.index.use(key, time.monotonic())
-        if self.ledger.unsaved.wanted or self.ledger.index.due:
-            self.pump.wake()
+        if self.ledger.unsaved.wanted or self.ledger.index.due:  # which holds a few only
+            self._start_due()
 
     # --- from host memory ------------------------------------------------------------------
 
