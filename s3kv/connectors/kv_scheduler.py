@@ -254,11 +254,12 @@ class SchedulerSide(Guarded):
         for new in output.scheduled_new_reqs:
             self._hashes.scheduled(new.req_id, new.mm_features)
             self._traffic.scheduled(new.req_id, new.num_computed_tokens)
-        if barred := self._hashes.take_barred():
-            self.planner.bar(barred)
+        self.planner.bar(self._hashes.take_barred())
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
-        if pause_s := self._linger.pause_s(output, waits=self.planner.has_arrivals_inflight):
+        # With many requests in the queue, the look at each of them would slow a busy engine down.
+        waits = output.total_num_scheduled_tokens == 0 and self.planner.has_arrivals_inflight
+        if pause_s := self._linger.pause_s(output, waits=waits):
             plan = replace(plan, linger_s=pause_s)
         self._events.read()
         self._telemetry.log(self.planner.ledger, time.monotonic())

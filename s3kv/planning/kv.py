@@ -237,8 +237,7 @@ class KVPlanner:
 
     def _offer(self, request: PlannedRequest) -> Answer:
         for lookup in request.lookups:
-            for job in lookup.pending.values():
-                self._overdue[job.job_id] = job
+            self._overdue |= {job.job_id: job for job in lookup.pending.values()}
         tokens = request.offer()
         return Answer(False, tokens) if tokens else NOTHING
 

@@ -19,6 +19,7 @@ from s3kv.connectors.kv_translate import KVGeometry, WorkerHandshake, WorkerRepo
 from s3kv.errors import UnsupportedError
 from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
+from s3kv.planning.kv import KVPlanner
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.configurations import SIZES
 from tests.contract.hashed_requests import given
@@ -138,6 +139,15 @@ def test_workers_linger_only_while_the_engine_can_do_nothing_else() -> None:
     scheduler.on_output(output(ended(first, Outcome.MISSING, Outcome.MISSING)))
     assert scheduler.plan(step()).linger_s == 0, "nothing is in flight"
     assert scheduler.broken is None
+
+
+def test_a_busy_engine_does_not_look_through_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, looks = side(), list[Any]()
+    monkeypatch.setattr(KVPlanner, "has_arrivals_inflight", property(looks.append))
+    scheduler.plan(step(5))
+    assert looks == []
+    scheduler.plan(step())
+    assert looks == [scheduler.planner]
 
 
 def test_a_bug_turns_the_cache_off_and_strands_no_request(
