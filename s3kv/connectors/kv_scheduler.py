@@ -137,12 +137,9 @@ class SchedulerSide(Guarded):
         self._slot_bytes = sum(handshake.slot_bytes for handshake in handshakes)
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
+        loads, saves = self._may_load, self._may_save
         line = start_line(
-            self._config,
-            handshakes,
-            self._sizes.coverages,
-            may_load=self._may_load,
-            may_save=self._may_save,
+            self._config, handshakes, self._sizes.coverages, may_load=loads, may_save=saves
         )
         logger.log(*line)
         idle, slot_bytes = self.planner, handshakes[0].slot_bytes
@@ -179,11 +176,9 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
-        adapter = None
-        if request.lora_request is not None:
-            adapter = self.adapters.arrived(
-                request.request_id, request.lora_request, time.monotonic()
-            )
+        adapter, lora = None, request.lora_request
+        if lora is not None:
+            adapter = self.adapters.arrived(request.request_id, lora, time.monotonic())
         self._events.add_request(request)
         limits = read_limits(request.kv_transfer_params, request.request_id)
         self._enter(request, adapter, limits)
@@ -256,8 +251,7 @@ class SchedulerSide(Guarded):
             self._traffic.scheduled(new.req_id, new.num_computed_tokens)
         self.planner.bar(self._hashes.take_barred())
         scheduled = scheduled_requests(output, self._sizes)
-        plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
-        # With many requests in the queue, the look at each of them would slow a busy engine down.
+        plan = self.planner.plan(scheduled, time.monotonic(), *written_blocks(output))
         waits = output.total_num_scheduled_tokens == 0 and self.planner.has_arrivals_inflight
         if pause_s := self._linger.pause_s(output, waits=waits):
             plan = replace(plan, linger_s=pause_s)

@@ -172,11 +172,11 @@ def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list
     return found
 
 
-def written_blocks(output: SchedulerOutput) -> list[int]:
-    """Blocks that the engine writes to before the forward: it zeroes some, and copies to others.
-    They are blocks of scheduled requests or of loads, and named once more to be sure."""
-    copies = output.kv_cache_block_copies or ()
-    return [*(output.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)]
+def written_blocks(output: SchedulerOutput) -> tuple[frozenset[int], frozenset[int]]:
+    """Blocks that the engine writes to before the forward, and those of them that it copies to; it
+    zeroes others. They are blocks of scheduled requests or of loads, named once more to be sure."""
+    copied = frozenset(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    return copied.union(output.new_block_ids_to_zero or ()), copied
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,14 +173,11 @@ def likely(facts: WaitFacts) -> float:
     than a chunk does: with the time of an absence exponential, and that of a fetch as much longer
     as fetches are measured to be, the odds of each absence more are `ratio`.
     """
-    unproven, absence_s, absent_share = (
-        facts.unproven,
-        facts.forecast.absence_s,
-        facts.forecast.absent_share,
-    )
+    unproven, forecast = facts.unproven, facts.forecast
+    absence_s, absent_share = forecast.absence_s, forecast.absent_share
     if not unproven or not absence_s:
         return facts.missing
-    longer_s = max(0.0, (facts.forecast.alone_s or 0.0) - absence_s)
+    longer_s = max(0.0, (forecast.alone_s or 0.0) - absence_s)
     ratio = math.exp(-min(facts.now_s - facts.wait.asked_s, longer_s) / absence_s)
     odds = [ratio**absent for absent in range(unproven + 1)]
     absent = sum(absent * share for absent, share in enumerate(odds)) / sum(odds)

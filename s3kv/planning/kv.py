@@ -151,10 +151,8 @@ class KVPlanner:
             return
         for lookup in request.lookups:
             # If the request has its answer, its late chunks still arrive, for the next request.
-            aborted = lookup.is_open
-            for job in lookup.forget_fetches():
-                if aborted:
-                    self._unwanted[job.job_id] = job
+            aborted, jobs = lookup.is_open, lookup.forget_fetches()
+            self._unwanted |= {job.job_id: job for job in jobs if aborted}
         request.close()
 
     # --- lookups ---------------------------------------------------------------------------
@@ -297,15 +295,19 @@ class KVPlanner:
     # --- the step --------------------------------------------------------------------------
 
     def plan(
-        self, scheduled: Iterable[ScheduledRequest], now_s: float, written: Sequence[int] = ()
+        self,
+        scheduled: Iterable[ScheduledRequest],
+        now_s: float,
+        written: Collection[int] = (),
+        copied: frozenset[int] = frozenset(),
     ) -> StepPlan:
-        """The instructions for this step. Called once per engine step, after all lookups. written:
-        blocks that the engine writes to, beside those of `scheduled`."""
+        """The instructions for this step. Called once per step, after all lookups. written: blocks
+        that the engine writes to, beside those of `scheduled`. copied: those that it copies to."""
         fences = self._fences | self.ledger.fences(written) if written else self._fences
         self._fences = set()
         if self._looked_up:
             scheduled = list(scheduled)
-            self._doubt_loads(scheduled)
+            self._doubt_loads(scheduled, copied)
         tokens, requests, may_save = 0, self._requests, self._settings.may_save
         saves: list[Job] = []
         for step in scheduled:
@@ -336,14 +338,19 @@ class KVPlanner:
             number=self.pace.step_started(now_s, tokens),
         )
 
-    def _doubt_loads(self, scheduled: Iterable[ScheduledRequest]) -> None:
-        """Save nothing that another connector loads during the step, for any request."""
+    def _doubt_loads(self, scheduled: Iterable[ScheduledRequest], copied: frozenset[int]) -> None:
+        """Save nothing that another connector loads during the step, for any request. A hit that
+        ends within a block, which is copied, is no load, and doubtful only if others are."""
         looked_up, self._looked_up = self._looked_up, {}
+        beyond, doubts = [], False
         for step in scheduled:
             own_tokens = looked_up.get(step.request_id) if step.replaces else None
             if own_tokens is not None and step.computed_tokens > own_tokens:
-                self._requests[step.request_id].saving.is_barred = True
-                self._saves.doubt(blocks_after(self._coverages, own_tokens, step.block_ids))
+                beyond.append(self._requests[step.request_id])
+                blocks = set(blocks_after(self._coverages, own_tokens, step.block_ids))
+                doubts = self._saves.doubt(blocks if copied.isdisjoint(blocks) else ())
+        for request in beyond if doubts else ():
+            request.saving.is_barred = True
 
     def _take_cancels(self) -> tuple[int, ...]:
         """Fetches that no request wants any more, and that none has joined since."""
@@ -379,7 +386,7 @@ class KVPlanner:
 
     @property
     def has_arrivals_inflight(self) -> bool:
-        """Whether a fetch or load is under way that a request waits for or may wait for."""
+        """Whether a request waits or may wait for a fetch or load. Slow if there are many."""
         return self.ledger.fetches_inflight > 0 or any(
             request.state is RequestState.LOADING for request in self._requests.values()
         )

@@ -38,10 +38,12 @@ class ChunkSaves:
         """Blocks that another connector has loaded within a step. The engine shares them at once,
         but may learn that they are wrong only after that step's saves have been uploaded."""
 
-    def doubt(self, blocks: Iterable[int]) -> None:
-        """Save nothing of requests with any of these blocks, which another connector loads."""
+    def doubt(self, blocks: Iterable[int]) -> bool:
+        """Save nothing of requests with any of these blocks, which another connector loads. Returns
+        whether any block is doubtful."""
         self._doubtful.update(blocks)
         self._doubtful.discard(self._null_block)
+        return bool(self._doubtful)
 
     def written(self, blocks: Iterable[int]) -> None:
         """Trust these blocks, which s3kv loads or the engine computes."""

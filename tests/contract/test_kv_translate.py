@@ -170,6 +170,6 @@ def test_the_states_that_a_step_writes_before_its_end_are_known(
 def test_the_blocks_that_a_step_zeroes_or_copies_to_are_known() -> None:
     copies = [SimpleNamespace(src_block_id=1, dst_block_id=2)]
     step: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=[3, 4])
-    assert sorted(written_blocks(step)) == [2, 3, 4]
+    assert written_blocks(step) == ({2, 3, 4}, {2})
     step = SimpleNamespace(kv_cache_block_copies=None, new_block_ids_to_zero=None)
-    assert written_blocks(step) == []
+    assert written_blocks(step) == (set(), set())

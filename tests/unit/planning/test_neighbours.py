@@ -86,6 +86,22 @@ def test_what_is_loaded_while_the_step_runs_is_not_saved_for_another_request(ord
     assert desk.plan(*steps[order]).saves == ()
 
 
+def test_a_hit_that_ends_within_a_block_is_no_load() -> None:
+    """Lookups are told of whole blocks; the engine copies the one that the hit ends in. Whether it
+    copies what another connector loads is not known."""
+    desk = Desk(may_load=False, block_tokens=4)
+    steps = []
+    for name, blocks in [("a", [1, 2]), ("b", [3, 4]), ("c", [5, 6])]:
+        desk.ask(name, name * 8)
+        desk.admit(name, blocks)
+        steps.append(ScheduledRequest(name, (blocks,), True, 2, 6))
+    copied = frozenset({1, 3})
+    assert len(desk.planner.plan(steps[:1], 0.0, copied, copied).saves) == 2
+    desk.lookup("b")
+    desk.lookup("c")
+    assert desk.planner.plan(steps[1:], 0.0, copied, copied).saves == ()
+
+
 def test_nor_is_it_saved_in_the_next_step() -> None:
     """It may be planned before the engine knows how the load has ended."""
     desk = Desk(may_load=False)
