@@ -73,10 +73,8 @@ def hashed_name(adapter: LoRARequest) -> str:
 
     Requests with the same hashed name share blocks in vLLM's own prefix cache.
     """
-    try:
-        from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
-    except ImportError:
-        return str(adapter.lora_name)  # less than vLLM hashes, which is safe
+    from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+
     request: Any = SimpleNamespace(lora_request=adapter)
     return repr(_gen_lora_extra_hash_keys(request))
 

@@ -14,12 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
-from s3kv.connectors.ec_translate import (
-    ItemWorkerReport,
-    item_dtype,
-    wanted,
-    worker_rendezvous,
-)
+from s3kv.connectors.ec_translate import ItemWorkerReport, item_dtype, wanted, worker_rendezvous
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.connectors.linger import Linger, is_in_lockstep

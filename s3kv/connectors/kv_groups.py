@@ -79,6 +79,18 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         _check_states(vllm_config)
 
 
+def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
+    """Raise `UnsupportedError` if a request cannot go on after the KV of a prefix. vLLM turns its
+    own cache off for such a model, and asks connectors all the same. None: its layers are unknown.
+    """
+    layers = [] if kv_cache_config is None else layers_of(kv_cache_config)
+    if any(getattr(layer, "non_causal", False) for layer in layers):
+        raise UnsupportedError(
+            "tokens of this model attend to later ones, so no prefix has KV of its own. Run it "
+            "without s3kv"
+        )
+
+
 def _check_states(vllm_config: VllmConfig) -> None:
     """Raise `UnsupportedError` if a block of a state group may be something else than the state
     after its last token, once a step has ended there."""

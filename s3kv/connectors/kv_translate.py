@@ -19,6 +19,7 @@ from s3kv.connectors.adapter_loads import NO_STEP, AdapterReport, AdapterStep
 from s3kv.connectors.kv_groups import (
     block_tokens,
     check_groups_are_served,
+    check_prefixes_suffice,
     chunk_tokens_for,
     coverages,
 )
@@ -56,6 +57,7 @@ class KVGeometry:
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `UnsupportedError` for a model or engine that s3kv cannot serve correctly."""
+    check_prefixes_suffice(vllm_config, kv_cache_config)
     check_groups_are_served(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -26,10 +26,7 @@ INTERVAL_S = 60.0
 """Least time between two lines on traffic. vLLM logs its own every 10 s, for every engine."""
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_TRAFFIC = (
-    *("fetch_bytes", "upload_bytes", "saves_dropped"),
-    *("waits", "waited_ms", "deadline_cuts"),
-)
+_TRAFFIC = ("fetch_bytes", "upload_bytes", "saves_dropped", "waits", "waited_ms", "deadline_cuts")
 _BUCKET = {
     BreakerState.CLOSED: "answers",
     BreakerState.OPEN: "down (circuit open)",

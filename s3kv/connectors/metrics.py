@@ -19,15 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from s3kv.metrics import (
-    EC_METRICS,
-    EC_NAMESPACE,
-    KV_METRICS,
-    NAMESPACE,
-    Metric,
-    labels_of,
-    name_of,
-)
+from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE, Metric, labels_of, name_of
 
 Values = dict[str, Any]
 """Values by the keys of `s3kv.metrics`. The value of a histogram is a list of observations."""

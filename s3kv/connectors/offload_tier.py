@@ -23,9 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -67,12 +65,7 @@ from s3kv.planning.row_transfers import RowKey, TransferEnd
 from s3kv.types import ChunkKey
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import (
-        OffloadingSpec,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-    )
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
 logger = logging.getLogger("s3kv")
@@ -107,8 +100,8 @@ class S3Tier(Guarded, SecondaryTierManager):
         self.locality = Locality(locality)
         join_vllm_log()
         self._config = config = parse_settings(settings)
-        vllm_config = engine_config()
-        check_requests_are_known(config, vllm_config)
+        vllm_config, kv_cache_config = engine_config()
+        check_requests_are_known(config, vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._may_load, self._may_save = transfer.is_kv_consumer, transfer.is_kv_producer
         rows, row_bytes = primary_kv_view.shape or (0, 0)

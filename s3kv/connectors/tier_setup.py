@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config
+from s3kv.connectors.kv_groups import check_prefixes_suffice
 from s3kv.connectors.kv_translate import check_hashes_are_stable, check_steps_end_whole
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.request_hashes import cover_inputs
@@ -20,6 +21,7 @@ from s3kv.types import TensorSpec, item_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 REPLACED = {
     "host_bytes": "set vLLM's cpu_bytes_to_use",
@@ -39,8 +41,11 @@ def parse_settings(settings: dict[str, Any]) -> Config:
     return Config.parse(settings, "secondary_tiers")
 
 
-def check_requests_are_known(config: Config, vllm_config: VllmConfig) -> None:
+def check_requests_are_known(
+    config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> None:
     """Raise an error if keys may leave out inputs that change the KV of a request."""
+    check_prefixes_suffice(vllm_config, kv_cache_config)
     model = vllm_config.model_config
     other = 'use the connector of s3kv instead ("kv_connector": "S3KVConnector")'
     check_steps_end_whole(vllm_config)
@@ -74,18 +79,19 @@ def row_tensor(vllm_config: VllmConfig, row_bytes: int) -> TensorSpec:
     return TensorSpec("kv", dtype, (row_bytes // item_bytes(dtype),))
 
 
-def engine_config() -> VllmConfig:
-    """The engine's configuration. vLLM gives a tier no more than `OffloadingConfig`, which leaves
-    out the weights' identity among others, so it is taken from the scheduler's constructor that
-    makes the tier. Raises `UnsupportedError` if that is not among the callers."""
+def engine_config() -> tuple[VllmConfig, KVCacheConfig | None]:
+    """The engine's configuration, and its KV cache's. vLLM gives a tier no more than
+    `OffloadingConfig`, which leaves out the weights' identity among others, so they are taken from
+    the scheduler's constructor that makes the tier. Raises `UnsupportedError` if that is not among
+    the callers."""
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("vllm_config")
         if isinstance(found, VllmConfig):
-            return found
+            return found, frame.f_locals.get("kv_cache_config")
         frame = frame.f_back
     if (current := get_current_vllm_config_or_none()) is not None:
-        return current
+        return current, None
     raise UnsupportedError("this vLLM makes tiers where its configuration is out of reach")

@@ -64,9 +64,27 @@ def test_experts_that_may_leave_out_a_rank_are_refused(
     monkeypatch.setattr(type(tiny_config.model_config), "is_moe", experts)
     for check in (
         lambda: check_supported(tiny_config, groups(FULL)),
-        lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config),
+        lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config, None),
     ):
         with contextlib.nullcontext() if served else pytest.raises(UnsupportedError, match="rank"):
+            check()
+
+
+NON_CAUSAL = dataclasses.replace(FULL, non_causal=True)
+
+
+@pytest.mark.parametrize(("spec", "reason"), [(NON_CAUSAL, "attend to later ones"), (FULL, "")])
+def test_models_that_need_whole_prompts_are_refused(
+    tiny_config: Any, spec: Any, reason: str
+) -> None:
+    """vLLM turns its own prefix cache off for them, and asks its connectors all the same."""
+    cache = groups(spec)
+    for check in (
+        lambda: check_supported(tiny_config, cache),
+        lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config, cache),
+    ):
+        refused = pytest.raises(UnsupportedError, match=f"{reason}.*Run it without s3kv$")
+        with refused if reason else contextlib.nullcontext():
             check()
 
 

@@ -59,19 +59,19 @@ def test_engines_whose_keys_leave_out_inputs(
         setattr(engine if name == "lora_config" else model, name, value)
     config: Any = engine
     if error is None:
-        check_requests_are_known(Config(bucket="bucket"), config)
+        check_requests_are_known(Config(bucket="bucket"), config, None)
         return
     with pytest.raises(error, match="S3KVConnector"):
-        check_requests_are_known(Config(bucket="bucket"), config)
+        check_requests_are_known(Config(bucket="bucket"), config, None)
 
 
 def test_the_configuration_is_that_of_the_constructor_that_calls(tiny_config: Any) -> None:
-    def scheduler(vllm_config: Any) -> Any:
+    def scheduler(vllm_config: Any, kv_cache_config: Any) -> Any:
         return engine_config()
 
-    assert scheduler(tiny_config) is tiny_config
+    assert scheduler(tiny_config, "its KV cache's") == (tiny_config, "its KV cache's")
     with set_current_vllm_config(tiny_config):
-        assert engine_config() is tiny_config
+        assert engine_config() == (tiny_config, None)
 
 
 @pytest.mark.parametrize(

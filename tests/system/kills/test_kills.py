@@ -26,12 +26,7 @@ import pytest
 from lab.constants import changed, environment
 from lab.s3 import S3Server, moto_process
 from s3kv.objects.keys import ChunkAddress
-from tests.system.kills.aftermath import (
-    check_objects,
-    processes_marked,
-    shared_files,
-    slabs,
-)
+from tests.system.kills.aftermath import check_objects, processes_marked, shared_files, slabs
 from tests.system.kills.prompts import dictionary
 from tests.system.kills.worker import PADDING_BYTES, SETUP, shard
 from tests.waiting import wait_until

@@ -156,7 +156,7 @@ class TierNode(Node):
             offload_tier,
             join_vllm_log=lambda: None,
             parse_settings=lambda settings: config,
-            engine_config=lambda: SimpleNamespace(kv_transfer_config=role),
+            engine_config=lambda: (SimpleNamespace(kv_transfer_config=role), None),
             check_requests_are_known=lambda *of: None,
             row_tensor=lambda *of: None,
             offload_fingerprint=lambda *of: {},

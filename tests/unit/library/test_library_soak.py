@@ -23,14 +23,7 @@ import torch
 from lab.books import check
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
-from tests.unit.library.stores import (
-    SlowThreads,
-    block,
-    fresh_bucket,
-    hash_of,
-    opening,
-    same,
-)
+from tests.unit.library.stores import SlowThreads, block, fresh_bucket, hash_of, opening, same
 
 SHAPES = {"k": ((16, 512), torch.bfloat16), "v": ((8, 512), torch.float32)}
 """So large that the least host memory there is holds 28 blocks."""

@@ -180,11 +180,7 @@ def test_a_wait_ends_and_cancels_its_fetches() -> None:
     ("before", "sent", "dropped"),
     [
         (lambda desk: None, 3, {}),
-        (
-            lambda desk: desk.planner.index.note_present(row_key(name_of(0, 1)).chunk),
-            2,
-            {},
-        ),
+        (lambda desk: desk.planner.index.note_present(row_key(name_of(0, 1)).chunk), 2, {}),
         (lambda desk: desk.store("b", *range(100, 164)), 0, {"saves_dropped": 3}),
         (
             lambda desk: [desk.planner.breaker.failed(desk.now_s) for _ in range(9)],

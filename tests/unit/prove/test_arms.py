@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from s3kv.prove.arms import (
-    ARMS,
-    USUAL,
-    ArmFailed,
-    RunInputs,
-    run_arms,
-    settings_of,
-    with_settings,
-)
+from s3kv.prove.arms import ARMS, USUAL, ArmFailed, RunInputs, run_arms, settings_of, with_settings
 from s3kv.prove.judge import ArmFacts, judge
 
 pytestmark = pytest.mark.usefixtures("stub")
