@@ -89,6 +89,12 @@ def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
             "tokens of this model attend to later ones, so no prefix has KV of its own. Run it "
             "without s3kv"
         )
+    pooler = vllm_config.model_config.pooler_config
+    if pooler is not None and pooler.seq_pooling_type in ("MEAN", "CLS"):
+        raise UnsupportedError(
+            f"this model pools from the first token of a prompt on ({pooler.seq_pooling_type}), "
+            "and vLLM does not compute tokens whose KV is loaded. Run it without s3kv"
+        )
 
 
 def _check_states(vllm_config: VllmConfig) -> None:

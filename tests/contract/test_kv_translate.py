@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import PoolerConfig
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from lab import models
@@ -73,12 +74,22 @@ def test_experts_that_may_leave_out_a_rank_are_refused(
 NON_CAUSAL = dataclasses.replace(FULL, non_causal=True)
 
 
-@pytest.mark.parametrize(("spec", "reason"), [(NON_CAUSAL, "attend to later ones"), (FULL, "")])
+@pytest.mark.parametrize(
+    ("spec", "pooling", "reason"),
+    [
+        (FULL, None, ""),
+        (FULL, "LAST", ""),
+        (NON_CAUSAL, None, "attend to later ones"),
+        (FULL, "MEAN", r"first token .*\(MEAN\)"),
+        (FULL, "CLS", r"first token .*\(CLS\)"),
+    ],
+)
 def test_models_that_need_whole_prompts_are_refused(
-    tiny_config: Any, spec: Any, reason: str
+    spec: Any, pooling: Any, reason: str, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM turns its own prefix cache off for them, and asks its connectors all the same."""
-    cache = groups(spec)
+    cache, pooler = groups(spec), pooling and PoolerConfig(seq_pooling_type=pooling)
+    monkeypatch.setattr(tiny_config.model_config, "pooler_config", pooler)
     for check in (
         lambda: check_supported(tiny_config, cache),
         lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config, cache),

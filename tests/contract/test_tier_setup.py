@@ -48,7 +48,7 @@ def test_unknown_settings_and_a_missing_bucket_are_refused() -> None:
 def test_engines_whose_keys_leave_out_inputs(
     changes: dict[str, Any], error: type[Exception] | None, tiny_config: Any
 ) -> None:
-    model = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False)
+    model = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False, pooler_config=None)
     engine = SimpleNamespace(
         model_config=model,
         lora_config=None,
