@@ -236,15 +236,19 @@ def populate(address: int, nbytes: int) -> int:
 def _check_room(planned: Plan, *wanted: tuple[int, int]) -> None:
     """Raise `ConfigError` if this host has no room for what is planned, or for the slabs that exist
     and those `wanted`, of which no page exists yet."""
-    files, limits = slab_files(), memory_limits()
+    shortage = memory_limits().shortage(planned, [*existing_slabs(), *wanted])
+    if shortage:
+        raise _too_large(shortage)
+
+
+def existing_slabs() -> list[tuple[int, int]]:
+    """The size of each slab of `slab_files`, and the bytes it has taken so far."""
     slabs: dict[int, tuple[int, int]] = {}
-    for file in files:
+    for file in slab_files():
         with contextlib.suppress(OSError):  # closed in the meantime
             found = os.stat(file)
             slabs[found.st_ino] = (found.st_size, found.st_blocks * 512)
-    shortage = limits.shortage(planned, [*slabs.values(), *wanted])
-    if shortage:
-        raise _too_large(shortage)
+    return list(slabs.values())
 
 
 def slab_files(root: Path = ROOT) -> list[str]:

@@ -297,9 +297,8 @@ class BucketExamination:
         return self._findings[check].status == "ok"
 
     async def _write(self, key: str, place: Place, *, if_absent: bool = False) -> bool:
-        self._puts[key] = put = asyncio.ensure_future(
-            self.store.put(key, place, if_absent=if_absent)
-        )
+        writing = self.store.put(key, place, if_absent=if_absent)
+        self._puts[key] = put = asyncio.ensure_future(writing)
         put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
         return await asyncio.shield(put)
 

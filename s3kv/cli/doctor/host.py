@@ -21,7 +21,7 @@ from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.host.limits import memory_limits
-from s3kv.host.slab import Slab
+from s3kv.host.slab import Slab, existing_slabs
 from s3kv.objects import compression
 
 SUPPORTED = (vllm_s3kv.FIRST_VLLM, (0, 34))
@@ -35,12 +35,12 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Facts about a host. available_bytes: memory that a process could still get. slab_error: why
-    no memory file can be made; empty if one can. shm_bytes: size of /dev/shm; None if there is
-    none. memlock_bytes: bytes that a process may lock; None: no limit. hash_seed: PYTHONHASHSEED.
-    vllm: version of the installed vLLM; None without one. decoded_bytes_per_s: of compressed chunks
-    by one thread; None without blosc2. gpu: the findings of `s3kv.device.probe`, or the reason for
-    having none."""
+    """Facts about a host. available_bytes: memory that a process could still get, and that of the
+    slabs of running engines. slab_error: why no memory file can be made; empty if one can.
+    shm_bytes: size of /dev/shm; None if there is none. memlock_bytes: bytes that a process may
+    lock; None: no limit. hash_seed: PYTHONHASHSEED. vllm: version of the installed vLLM; None
+    without one. decoded_bytes_per_s: of compressed chunks by one thread; None without blosc2. gpu:
+    the findings of `s3kv.device.probe`, or the reason for having none."""
 
     available_bytes: int
     slab_error: str
@@ -57,7 +57,7 @@ def look(environment: Mapping[str, str]) -> Host:
     limits = memory_limits()
     codec = compression.codec()
     return Host(
-        available_bytes=limits.available_bytes,
+        available_bytes=limits.available_bytes + sum(taken for _, taken in existing_slabs()),
         slab_error=_slab_error(),
         shm_bytes=_size_of(SHM),
         memlock_bytes=limits.locked_bytes,
@@ -86,12 +86,11 @@ def _memory(config: Config, host: Host, workers: int) -> Finding:
     if host.slab_error:
         remedy = "allow memfd_create(2) and its sealing: a seccomp profile may forbid them"
         return Finding("memory", "fault", host.slab_error, remedy)
-    wanted = config.host_bytes * workers
     times = "" if workers == 1 else f" × {workers} workers"
     told = (
         f"host_bytes is {config.host_bytes:,}{times}; {host.available_bytes:,} bytes are available"
     )
-    if wanted <= host.available_bytes:
+    if config.host_bytes * workers <= host.available_bytes:
         return Finding("memory", "ok", told)
     remedy = "set host_bytes lower, or give the container more memory"
     return Finding("memory", "fault", told, remedy)
@@ -99,8 +98,7 @@ def _memory(config: Config, host: Host, workers: int) -> Finding:
 
 def _shm(host: Host, workers: int) -> Finding:
     if workers == 1:
-        told = f"with one worker only vLLM's OffloadingConnector uses {SHM}"
-        return Finding("shm", "ok", told)
+        return Finding("shm", "ok", f"with one worker only vLLM's OffloadingConnector uses {SHM}")
     remedy = (
         f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "
         "medium: Memory mounted there"

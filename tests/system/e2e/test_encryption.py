@@ -16,13 +16,7 @@ from lab import models
 from lab.s3 import S3Server
 from s3kv.objects import keys
 from s3kv.objects.encryption import MasterKey
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    Rig,
-    answered,
-    at_rest,
-    tokens,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, at_rest, tokens
 from tests.system.e2e.test_compression import of_connector, of_tier
 
 pytest.importorskip("blosc2")

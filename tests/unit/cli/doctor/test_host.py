@@ -18,6 +18,7 @@ from s3kv.cli.doctor import host
 from s3kv.cli.doctor.findings import Finding
 from s3kv.cli.doctor.host import Host, examine, look
 from s3kv.config import Config
+from s3kv.host.limits import MemoryLimits
 from tests.project import ROOT
 
 GIB = 2**30
@@ -129,6 +130,13 @@ def test_this_host() -> None:
     assert facts.available_bytes > 0
     assert facts.hash_seed == "7"
     assert facts.shm_bytes == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_memory_of_running_engines_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "existing_slabs", lambda: [(4 * GIB, 3 * GIB)])
+    monkeypatch.setattr(host, "memory_limits", lambda: MemoryLimits(2**40, 6 * GIB, 5 * GIB, None))
+    assert look({}).available_bytes == 4 * GIB
 
 
 @pytest.mark.usefixtures("no_torch")
