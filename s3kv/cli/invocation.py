@@ -33,6 +33,8 @@ EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
 _EXTRA_CONFIGS = ("kv_connector_extra_config", "ec_connector_extra_config")
+_TIER_OPTIONS = ("type", "module_path", "locality", "backpressure")
+"""Options of a tier that are vLLM's own."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _T = TypeVar("_T")
 
@@ -88,7 +90,7 @@ def read_settings(
 ) -> dict[str, Any]:
     """The settings of a file, then of options, then of assignments; later ones win.
 
-    file: JSON, either the settings or the value of `--kv-transfer-config`.
+    file: JSON, the settings or the value of `--kv-transfer-config` with our connector or tier.
     named: settings with options of their own; None for an option that was not given.
     assignments: "name=value"; a value that is JSON is taken as such, any other as text.
     Raises `ConfigError`.
@@ -114,7 +116,11 @@ def _read_file(file: Path) -> dict[str, Any]:
     if not isinstance(held, dict):
         raise ConfigError(f"{str(file)!r} is not a JSON object")
     nested = (held[name] for name in _EXTRA_CONFIGS if isinstance(held.get(name), dict))
-    return dict(next(nested, held))
+    extra = next(nested, held)
+    for tier in extra.get("secondary_tiers", ()):
+        if isinstance(tier, dict) and tier.get("type") == "s3kv":
+            return {name: value for name, value in tier.items() if name not in _TIER_OPTIONS}
+    return dict(extra)
 
 
 def duration(text: str) -> float:

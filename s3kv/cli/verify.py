@@ -74,10 +74,7 @@ class Verification:
 @click.command(epilog=EPILOG)
 @click.argument("key", required=False)
 @click.option(
-    "--sample",
-    "count",
-    type=click.IntRange(min=1),
-    help="Read only so many objects, chosen at random.",
+    "--sample", "count", type=click.IntRange(1), help="Read only so many objects, chosen at random."
 )
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the choice of --sample."
@@ -271,20 +268,16 @@ def _print(found: Verification) -> None:
         what = Text(f"{damage.refusal:<10}", "bold red")
         console.print(what.append(f"  {damage.key}{'  (deleted)' if damage.deleted else ''}", ""))
     for digest, objects in found.unjudged.items():
-        told = (
-            f"namespace {digest}: {count(objects, 'object')} cannot be judged with these settings"
-        )
-        console.print(Text(told, "yellow"))
+        told = f"{count(objects, 'object')} cannot be judged with these settings"
+        console.print(Text(f"namespace {digest}: {told}", "yellow"))
         console.print("→ give --set integrity=… as set in its engines, and their secret")
     if found.undecoded:
         told = f"{count(found.undecoded, 'compressed object')} cannot be judged without blosc2"
         console.print(Text(told, "yellow"))
         console.print(f"→ {compression.REMEDY}", markup=False)
     if found.encrypted:
-        told = (
-            f"{count(found.encrypted, 'encrypted object')} not read: it takes a prompt to open it"
-        )
-        console.print(Text(told))
+        told = "not read: it takes a prompt to open it"
+        console.print(Text(f"{count(found.encrypted, 'encrypted object')} {told}"))
     told = f"{count(found.checked, 'object')} ({show.size(found.nbytes)}) read, "
     told += f"{len(found.damaged):,} damaged"
     if found.misread:

@@ -61,11 +61,7 @@ def test_every_option_says_what_it_does(name: str) -> None:
 def test_a_setting_that_is_missing_or_wrong_is_wrong_use(
     name: str, settings: list[str], said: str
 ) -> None:
-    needed = {
-        "prove": ["model"],
-        "serve": ["model"],
-        "gc": ["--max-bytes", "1GiB"],
-    }
+    needed = {"prove": ["model"], "serve": ["model"], "gc": ["--max-bytes", "1GiB"]}
     refused(CliRunner().invoke(cli, [name, *needed.get(name, []), *settings]), said)
 
 

@@ -33,6 +33,14 @@ def test_what_comes_later_wins(tmp_path: Path, nest: str | None) -> None:
     assert parse(read_settings(file, {"prefix": "option"}, [])).prefix == "option"
 
 
+def test_the_settings_of_a_tier(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    tier = {"type": "s3kv", "locality": "REMOTE", "bucket": "bkt", "max_wait_ms": 5}
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}, tier]}
+    file.write_text(json.dumps({"kv_connector_extra_config": extra}))
+    assert read_settings(file, {}, []) == {"bucket": "bkt", "max_wait_ms": 5}
+
+
 def test_values_are_json_or_text() -> None:
     assignments = ["bucket=bkt", "host_bytes=2GiB", "verify_tls=false", "max_wait_ms=5"]
     config = parse(read_settings(None, {}, assignments))
