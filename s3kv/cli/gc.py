@@ -104,6 +104,8 @@ def _run(
                 raise
         if not done[0].namespaces and under is None:
             await walk.report_empty(store, disk or config.bucket, config.prefix)
+        if not done[0].namespaces and as_json:
+            _print(done[0], as_json)
 
     try:
         on_bucket_or_disk(config, disk, work, deletes=True)

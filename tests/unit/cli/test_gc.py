@@ -26,6 +26,7 @@ def fill(boto: Any, count: int = 12) -> None:
 
 
 def test_the_command(run: Run, boto: Any) -> None:
+    assert json.loads(run("gc", "--max-bytes", "5kB", "--json").stdout)["namespaces"] == []
     fill(boto)
     told = run("gc", "--max-bytes", "5kB", "--dry-run", "--json")
     assert told.exit_code == 0, told.output
