@@ -136,10 +136,9 @@ def _read(source: str) -> str:
     try:
         with urllib.request.urlopen(source, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode(errors="replace"))
-    except (OSError, HTTPException) as error:
-        raise ServerError(
-            f"--metrics {source!r} does not answer ({error}): has the server started?"
-        ) from error
+    except (OSError, ValueError, HTTPException) as error:
+        told = f"--metrics {source!r} does not answer ({error}): has the server started?"
+        raise ServerError(told) from error
 
 
 def _document(

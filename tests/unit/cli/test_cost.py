@@ -133,9 +133,9 @@ def test_a_running_server(metrics: str) -> None:
 
 
 def test_nobody_there() -> None:
-    url = f"http://127.0.0.1:{free_ports(1)[0]}/metrics"
-    result = run("--metrics", url, "--over", "1h")
-    refused(result, "--metrics 'http://127.0.0.1", "has the server started?", code=3)
+    for url in (f"http://127.0.0.1:{free_ports(1)[0]}/metrics", "http://[::1:8000/metrics"):
+        result = run("--metrics", url, "--over", "1h")
+        refused(result, f"--metrics {url!r} does not", "has the server started?", code=3)
 
 
 @pytest.mark.parametrize(
