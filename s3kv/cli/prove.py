@@ -32,7 +32,7 @@ from s3kv.cli.serve import (
     with_host_memory,
 )
 from s3kv.config import Config, count
-from s3kv.errors import ConfigError, StoreDenied
+from s3kv.errors import ConfigError, StoreDenied, StoreError
 from s3kv.prove import arms as proof
 from s3kv.prove.judge import ArmFacts, judge
 from s3kv.prove.page import COLUMNS, cells, html
@@ -182,9 +182,7 @@ def _own_connector(
 def _examine(config: Config) -> None:
     """Raise `ConfigError`, with remedies, if the bucket cannot be used."""
     findings = examine(config, "probe", bandwidth_bytes=0)
-    faults = [
-        f"{one.check}: {one.detail} → {one.remedy}" for one in findings if one.status == "fault"
-    ]
+    faults = [f"{f.check}: {f.detail} → {f.remedy}" for f in findings if f.status == "fault"]
     if faults:
         raise ConfigError("the bucket cannot be used: " + "; ".join(faults))
 
@@ -213,9 +211,18 @@ def _cleaned(config: Config | None) -> Iterator[None]:
         yield
     finally:
         if config is not None:
-            on_bucket(config, partial(_delete, prefix=f"{config.prefix}/"))
+            _clean(config)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _clean(config: Config) -> None:
+    """Delete every object under the prefix. A failure is told, and changes no exit code."""
+    prefix = f"{config.prefix}/"
+    try:
+        on_bucket(config, partial(_delete, prefix=prefix))
+    except StoreError as error:
+        click.echo(f"s3kv: objects stay under {prefix}: {error}", err=True)
 
 
 async def _delete(store: ObjectStore, prefix: str) -> None:

@@ -200,11 +200,7 @@ def _failures(name: str, facts: ArmFacts, *, empty: bool) -> Iterator[str]:
 
 
 def _differences(
-    name: str,
-    facts: ArmFacts,
-    reference: ArmFacts,
-    comparisons: Sequence[Comparison],
-    limit: float,
+    name: str, facts: ArmFacts, reference: ArmFacts, comparisons: Sequence[Comparison], limit: float
 ) -> Iterator[Remark]:
     against = REFERENCES[name]
     if len(comparisons) < len(reference.answers):

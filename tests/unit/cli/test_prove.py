@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from s3kv.cli import prove
 from s3kv.cli.app import cli
+from s3kv.errors import StoreDenied
 from s3kv.prove import arms as proof
 from s3kv.prove.arms import ArmFailed, RunInputs
 from s3kv.prove.judge import ArmAnswer, ArmFacts
@@ -66,6 +67,19 @@ def test_a_wrong_arm_is_exit_code_1(run: Run, boto: Any, arms: dict[str, Any]) -
     assert done.stdout.startswith("WRONG: restart")
     assert "nothing was served: every prompt was computed" in done.stdout
     assert left(boto) == set()
+
+
+def test_objects_that_cannot_be_deleted_cost_no_result(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(store: object, prefix: str) -> None:
+        raise StoreDenied(f"s3:DeleteObject on {prefix}: 403 AccessDenied")
+
+    monkeypatch.setattr(prove, "_delete", refuse)
+    done = run("prove", "m", "--arms", "restart")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("PROVEN: ")
+    assert "s3kv: objects stay under s3kv/prove/" in done.stderr
 
 
 def test_the_bucket_is_cleaned_however_it_ends(run: Run, boto: Any, arms: dict[str, Any]) -> None:
