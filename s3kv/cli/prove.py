@@ -247,6 +247,7 @@ def _present(report: Mapping[str, Any], json_file: Path | None, html_file: Path 
     rows = [(one["arm"], one["text"]) for one in report["findings"]]
     show.print_grid([*rows, *(("", text) for text in report["skipped"])])
     if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+        finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
+        json_file.write_text(json.dumps(finite, indent=2) + "\n", "utf-8")
     if html_file is not None:
         html_file.write_text(html(report), "utf-8")

@@ -38,13 +38,7 @@ CORE_SEEDS = 100
 SEEDS = {"plain": 400, "kept": 20, "shared": 90, "tiers": 150, "disks": 120}
 """By kind of fleet, for each change. Every mutant of all but the kept fleets is noticed within so
 many."""
-NIGHTLY_SEEDS = {
-    "plain": 100_000,
-    "kept": 2_000,
-    "shared": 10_000,
-    "tiers": 10_000,
-    "disks": 5_000,
-}
+NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000, "tiers": 10_000, "disks": 5_000}
 MUTANT_SEEDS = {"plain": 500, "kept": 120, "shared": 200, "tiers": 100, "disks": 200}
 """Within so many seeds every mutant is noticed; most are within ten."""
 MUTANTS = [

@@ -38,7 +38,8 @@ def arms(monkeypatch: pytest.MonkeyPatch, boto: Any) -> dict[str, Any]:
         for name in names:
             served = {"engine": {"engine_tokens": 900}} | told
             answers = [ArmAnswer((1,), ({1: -0.1},), found=True, ttft_s=1.0)]
-            yield name, ArmFacts(answers, 1_000, **served.get(name, {}))
+            fact = {"answers": answers, "prompt_tokens": 1_000} | served.get(name, {})
+            yield name, ArmFacts(**fact)
 
     monkeypatch.setattr(proof, "run_arms", run_arms)
     monkeypatch.setattr(prove, "server_of", lambda model: [])
@@ -67,6 +68,15 @@ def test_a_wrong_arm_is_exit_code_1(run: Run, boto: Any, arms: dict[str, Any]) -
     assert done.stdout.startswith("WRONG: restart")
     assert "nothing was served: every prompt was computed" in done.stdout
     assert left(boto) == set()
+
+
+def test_every_program_reads_the_report_of_a_dead_arm(
+    run: Run, arms: dict[str, Any], tmp_path: Path
+) -> None:
+    arms["engine"] = {"answers": [], "error": "the engine has ended"}
+    assert run("prove", "m", "--arms", "restart", "--json", f"{tmp_path}/report").exit_code == 1
+    report = json.loads((tmp_path / "report").read_text(), parse_constant=pytest.fail)
+    assert report["margins"]["noise"] is None
 
 
 def test_objects_that_cannot_be_deleted_cost_no_result(
