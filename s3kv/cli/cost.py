@@ -123,8 +123,7 @@ def cost(
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)
             by_bucket = saved.dollars * saved.tokens_bucket / max(1.0, saved.tokens)
             paid = billing.paid_bytes(parts, by_bucket)
-        document = _document(traffic, parts, saved, paid)
-        print_json(document) if as_json else _show(parts, saved, paid)
+        print_json(_document(traffic, parts, saved, paid)) if as_json else _show(parts, saved, paid)
 
 
 def _read(source: str) -> str:

@@ -26,10 +26,8 @@ disk_option = click.option(
 
 
 class DiskInventory:
-    """`Inventory` of a directory. The last write of an object is the last use of its file.
-
-    Methods block the loop, and raise `OSError`.
-    """
+    """`Inventory` of a directory. The last write of an object is the last use of its file. Methods
+    block the loop, and raise `OSError`."""
 
     def __init__(self, directory: Directory, prefix: str) -> None:
         self._directory = directory

@@ -17,8 +17,7 @@ from s3kv.stores.store import Inventory, ObjectInfo, read_small
 from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 1000
-"""Most that one request lists. A prefix has one for every model, layout and version of its engines.
-"""
+"""Most that one request lists. A prefix has one for every model, layout and version of engines."""
 _MAX_NEIGHBOURS = 5
 _REPORT_EVERY = 1000
 AGES: Mapping[str, float] = {

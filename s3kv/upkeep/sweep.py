@@ -111,8 +111,7 @@ class Sweep:
     checkpoint: Callable[[], Awaitable[None]] = _go_on
     namespaces: dict[str, Swept] = field(default_factory=dict, init=False)
     oldest_s: float | None = field(default=None, init=False)
-    """Last write of the oldest object that the run leaves, to the second; None if it leaves none.
-    """
+    """Last write of the oldest object that the run leaves, to the second; None if there is none."""
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
     """By namespace, its manifest and its shapes."""
     _oldest: Oldest = field(default_factory=Oldest, init=False)

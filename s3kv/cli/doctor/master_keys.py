@@ -1,4 +1,4 @@
-"""Check of the master keys of `encryption`, read as an engine reads them, and of its speed."""
+"""Check of the secrets of `integrity` and `encryption`, read as an engine reads them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from s3kv.config import Config, count
 from s3kv.errors import ConfigError
 from s3kv.io.server.keyring import open_keyring
 from s3kv.objects.encryption import speeds
+from s3kv.objects.integrity import Integrity
 
-_REMEDY = "give this host the keys of the other engines: none starts without them"
+_REMEDY = "give this host the keys, or the secret, of the other engines: none starts without them"
 
 
 def examine(config: Config, clock: Callable[[], float]) -> list[Finding]:
-    """The finding on the keys; none if encryption is off. Asks KMS for those that it decrypts,
+    """The finding on the keys, or on a secret that is missing. Asks KMS for those that it decrypts,
     which takes half a minute at most. clock: in seconds. Call it where no asyncio loop runs."""
+    check = "integrity"
     try:
+        Integrity.of(config)
+        check = "encryption"
         keyring = asyncio.run(open_keyring(config))
     except ConfigError as error:
-        return [Finding("encryption", "fault", str(error), _REMEDY)]
+        return [Finding(check, "fault", str(error), _REMEDY)]
     if keyring is None:
         return []
     keys, (encrypting, decrypting) = keyring.keys, speeds(clock)

@@ -584,9 +584,7 @@ def forms_of_one(what: Expected) -> Iterator[tuple[bytes, bytes]]:
         yield payload, write_compressed(what, payload, is_padded=True)
 
 
-def test_both_write_and_read_the_same_encrypted_objects(
-    pair: tuple[Expected, ChunkFormat],
-) -> None:
+def test_both_write_and_read_the_same_encrypted_objects(pair: tuple[Expected, ChunkFormat]) -> None:
     theirs, _ = pair
     form = form_of(theirs)
     assert form.key == encrypted_name_of(theirs, MASTER)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from s3kv.cli.doctor.master_keys import examine
-from s3kv.config import KEYS_VARIABLE, Config
+from s3kv.config import KEYS_VARIABLE, SECRET_VARIABLE, Config
 from s3kv.objects.encryption import MasterKey
 from tests import servers
 from tests.unit.cli.conftest import Run
@@ -65,14 +65,18 @@ def test_the_command_asks_kms_for_the_keys(
 
 
 @pytest.mark.usefixtures("no_torch")
-@pytest.mark.parametrize("keys", ["", KEYS[0][:-1]])
+@pytest.mark.parametrize(
+    ("keys", "variable"),
+    [("", KEYS_VARIABLE), (KEYS[0][:-1], KEYS_VARIABLE), ("", SECRET_VARIABLE)],
+)
 def test_without_a_key_no_host_is_well(
-    keys: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    keys: str, variable: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KEYS_VARIABLE, keys)
-    result = run("doctor", *SMALL, *ON)
+    monkeypatch.setenv(variable, keys)
+    options = ON if variable == KEYS_VARIABLE else ("--set", "integrity=blake3-keyed")
+    result = run("doctor", *SMALL, *options)
     assert result.exit_code == 1
-    found = findings(result)["encryption"]
-    assert (found["status"], KEYS_VARIABLE in found["detail"]) == ("fault", True)
+    found = findings(result)[options[1].partition("=")[0]]
+    assert (found["status"], variable in found["detail"]) == ("fault", True)
     assert "give this host the keys" in found["remedy"]
     assert KEYS[0][:8] not in result.output
