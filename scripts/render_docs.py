@@ -75,14 +75,16 @@ less where that would take ten seconds); `--bandwidth` with the length of your c
 for your model. If `bucket_bytes` or `bucket_idle_s` is set, it also says that this engine cannot
 keep the bucket to it. With `disk_path` it makes that directory, and measures the disk: it writes
 four files of 8 MiB, each with an fsync, and reads each back from the disk. They have no name, so
-nothing is left behind. With `--read-only` it does neither. With `encryption` it reads the master
-keys, those that KMS decrypts too, and encrypts three segments of 1 MiB to measure how fast one
-thread is. A warning means that the cache works less well; the exit code is 0.
+nothing is left behind. With `--read-only` it does neither. It reads the secret of
+`integrity: blake3-keyed`. With `encryption` it reads the master keys, those that KMS decrypts too,
+and encrypts three segments of 1 MiB to measure how fast one thread is. A warning means that the
+cache works less well; the exit code is 0.
 `tests/unit/cli/doctor/test_faults.py` shows its answer to each fault, on moto, SeaweedFS and Ceph
 RGW: no bucket, no credentials, wrong ones, each missing permission, the wrong region, a wrong
 clock, path style only, no conditional PUT, checksums refused, no server. `test_host.py` beside it
-shows its findings on the host. The slab is a memory file, so `/dev/shm` matters only to vLLM's own
-queues and to its `OffloadingConnector`.
+shows its findings on the host. `doctor` may run beside engines: the memory that their slabs have
+counts as available, and `--workers` is the number of all their workers. The slab is a memory file,
+so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`.
 
 `verify` verifies an object by its key and the settings, and takes only the tensors from its
 header. An engine treats an object that `verify` refuses as a miss. An object is a safetensors
@@ -96,7 +98,8 @@ settings `host_bytes`, `chunk_tokens` and `share_ranks` become vLLM's `cpu_bytes
 workers of an engine), `block_size` and `canonical_layout`; without `chunk_tokens` an object has the
 number of vLLM's blocks that come nearest to 256 tokens. That memory is in `/dev/shm`, and at most
 half of what is free in it.
-`tests/unit/cli/test_serve.py` has the command for each kind of vLLM.
+From a file with such a configuration (`--config`, `--settings`) every command takes the settings of
+the tier. `tests/unit/cli/test_serve.py` has the command for each kind of vLLM.
 
 `config` prints its settings in the form that vLLM takes; `tests/unit/cli/test_configure.py` reads
 its output back with a shell and a YAML reader. How many chunks `host_bytes` holds is in the line
