@@ -22,11 +22,12 @@ An arm is judged against the arm that computed or found the same tokens in the s
 
 A *near tie*: each arm prefers its own token by at most `NEAR_TIE` there. The *move* of a prompt is
 the mean absolute difference of the logprobs of the candidates that both arms report, over the
-positions with the same tokens before them.
+positions with the same tokens before them. It is infinite if one of these is NaN.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -143,8 +144,11 @@ def compare(answer: ArmAnswer, reference: ArmAnswer) -> Comparison:
         own, other = answer.tokens[diverged], reference.tokens[diverged]
         mine, theirs = answer.logprobs[diverged], reference.logprobs[diverged]
         known = other in mine and own in theirs
-        gap = max(mine[own] - mine[other], theirs[other] - theirs[own]) if known else float("inf")
-    return Comparison(diverged, gap, fmean(moves) if moves else float("inf"))
+        gap = max(mine[own] - mine[other], theirs[other] - theirs[own]) if known else math.inf
+    move = fmean(moves) if moves else math.inf
+    if math.isnan(move):  # which no comparison finds beyond a margin
+        gap = move = math.inf
+    return Comparison(diverged, gap, move)
 
 
 def judge(arms: Mapping[str, ArmFacts], longest_wait_s: float, *, empty: bool = True) -> Judgement:
@@ -155,7 +159,7 @@ def judge(arms: Mapping[str, ArmFacts], longest_wait_s: float, *, empty: bool = 
         for name, facts in arms.items()
         if name in REFERENCES
     }
-    noise = max((one.move for one in compared["engine"]), default=float("inf"))
+    noise = max((one.move for one in compared["engine"]), default=math.inf)
     margin = max(LEAST_MOVE, NOISE_FACTOR * noise)
     findings = []
     for name, facts in arms.items():
@@ -217,15 +221,10 @@ def _differences(
         alike = answer.cached_tokens == other.cached_tokens
         most = limit if alike else max(limit, OTHER_SHAPE_MOVE)
         if one.move > most:
-            moved = f"{said}logprobs moved by {one.move:.3f}, margin {most:.3f}"
-            yield Remark(name, True, moved)
+            yield Remark(name, True, f"{said}logprobs moved by {one.move:.3f}, margin {most:.3f}")
         if one.diverged is not None and one.gap > NEAR_TIE:
-            yield Remark(
-                name,
-                True,
-                f"{said}token {one.diverged + 1} is another than in {against}, and no near tie "
-                f"(preferred by {one.gap:.2f}, margin {NEAR_TIE})",
-            )
+            text = f"{said}token {one.diverged + 1} is another than in {against}, and no near tie "
+            yield Remark(name, True, f"{text}(preferred by {one.gap:.2f}, margin {NEAR_TIE})")
         ties += tie
     if ties:
         yield Remark(name, False, f"other tokens than in {against} from a near tie on: {ties}")

@@ -75,6 +75,7 @@ def test_honest_arms_are_proven_without_a_word() -> None:
         ({"away": facts(answer(complete=False))}, "1 of 1 answers did not come to their end"),
         ({"cold": facts(answer(found=False))}, "was missed, and found in off"),
         ({"cold": facts(answer(moved=0.021))}, "logprobs moved by 0.021, margin 0.020"),
+        ({"cold": facts(answer(moved=float("nan")))}, "logprobs moved by inf, margin 0.020"),
         ({"engine": facts(answer(moved=0.3), engine=992)}, "moved by 0.300, margin 0.250"),
         ({"cold": facts(answer((5, 6, 9, 8)))}, "token 3 is another than in off, and no near"),
     ],
