@@ -60,6 +60,8 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     """Raise `UnsupportedError` for groups that s3kv cannot serve correctly."""
     groups = kv_cache_config.kv_cache_groups
     layers = layers_of(kv_cache_config)
+    if not layers:
+        raise UnsupportedError("this model has no KV cache. Run it without s3kv")
     refused = sorted({_name(layer) for layer in layers if not _is_served(layer)})
     if refused:
         raise UnsupportedError(
@@ -81,8 +83,7 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
 
 def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
     """Raise `UnsupportedError` if a request cannot go on after the KV of a prefix. vLLM turns its
-    own cache off for such a model, and asks connectors all the same. None: its layers are unknown.
-    """
+    own cache off for such a model, and asks connectors all the same. None: unknown layers."""
     layers = [] if kv_cache_config is None else layers_of(kv_cache_config)
     if any(getattr(layer, "non_causal", False) for layer in layers):
         raise UnsupportedError(

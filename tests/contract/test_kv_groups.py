@@ -197,8 +197,9 @@ MIXED = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FU
             "layers of kind SlidingWindowMLASpec",
         ),
         ([MIXED], "different positions are in one KV-cache group"),
+        ([], "this model has no KV cache"),
     ],
-    ids=["linear", "jamba", "deepseek-v4", "mixed"],
+    ids=["linear", "jamba", "deepseek-v4", "mixed", "none"],
 )
 def test_other_groups_are_refused_with_the_reason(
     tiny_config: Any, specs: list[Any], reason: str
