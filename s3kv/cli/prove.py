@@ -111,6 +111,9 @@ def prove(
     the codes that are planted in the prompts. Each arm starts an engine with the OPTIONS OF
     VLLM. Objects are under PREFIX/prove/ID, and are deleted at the end.
     """
+    for file in filter(None, (json_file, html_file)):
+        if not file.absolute().parent.is_dir():
+            raise ConfigError(f"the folder of {str(file)!r} does not exist: make it")
     server_of(model)
     given = given_options(options)
     refuse_connectors(given)
@@ -129,16 +132,14 @@ def prove(
     else:
         own = parse({**held, "prefix": f"{held.get('prefix', 's3kv')}/prove/{uuid4().hex}"})
         _examine(own)
-        changes = {"prefix": own.prefix, "drain_timeout_s": _DRAIN_S}
-        transfer = proof.with_settings(transfer, **changes)
+        transfer = proof.with_settings(transfer, prefix=own.prefix, drain_timeout_s=_DRAIN_S)
     logs = Path(tempfile.mkdtemp(prefix="s3kv-prove-"))
     click.echo(f"s3kv: the engines' logs are in {logs}, until all is proven", err=True)
     argv, size = [f"--model={model}", *options], 2 if workers == 1 else 1
     with _cleaned(own):
         plan = proof.RunInputs(argv, transfer, size, logs, longest, prompts, seed)
         facts = _measure(names, plan)
-    wait_s = 0.0 if own is None else own.max_wait_ms / 1e3
-    judgement = judge(facts, wait_s, empty=own is not None)
+    judgement = judge(facts, own.max_wait_ms / 1e3 if own else 0.0, empty=own is not None)
     report = document(facts, judgement, model=model, seed=seed, skipped=skipped)
     _present(report, json_file, html_file)
     if not judgement.proven:
@@ -150,9 +151,8 @@ def _names(arms: str) -> set[str]:
     """The arms to run. Raises `ConfigError`."""
     names = {name.strip() for name in arms.split(",")}
     if unknown := names - proof.ARMS.keys():
-        raise ConfigError(
-            f"--arms has {', '.join(sorted(unknown))}: allowed are {', '.join(proof.ARMS)}"
-        )
+        told = f"--arms has {', '.join(sorted(unknown))}: allowed are {', '.join(proof.ARMS)}"
+        raise ConfigError(told)
     reads = names - {"off", "engine", "away"}
     return names | set(proof.NEEDED if reads else proof.NEEDED[:2])
 
@@ -217,7 +217,7 @@ def _cleaned(config: Config | None) -> Iterator[None]:
 
 
 def _clean(config: Config) -> None:
-    """Delete every object under the prefix. A failure is told, and changes no exit code."""
+    """Delete every object under the prefix. A failure changes no exit code."""
     prefix = f"{config.prefix}/"
     try:
         on_bucket(config, partial(_delete, prefix=prefix))
