@@ -57,15 +57,18 @@ def opened(
     decoding = Decoding(envelope, place, len(data), block_hash, compression.codec())
     decoding.place_of(range(len(data))).write(data)
     decoding.advance(len(data))
+    assert decoding.is_done
     return decoding.reason, place
 
 
-def compressed(chunk: ChunkFormat, data: bytes | bytearray, block_hash: bytes) -> bytes:
+def compressed(
+    chunk: ChunkFormat, data: bytes | bytearray, block_hash: bytes, *, is_padded: bool = False
+) -> bytes:
     """The compressed form of a plain object."""
     envelope, codec = Envelope.of(chunk), compression.codec()
     assert envelope is not None, "no object of this format is compressed"
     assert codec is not None, compression.NO_CODEC
     place = Place.of(bytearray(data), chunk.header_bytes)
-    parts = envelope.encode(place, block_hash, codec, lambda: False)
+    parts = envelope.encode(place, block_hash, codec, lambda: False, is_padded=is_padded)
     assert parts is not None, "it would not be shorter"
     return b"".join(parts)

@@ -21,6 +21,7 @@ from s3kv.place import Place
 from s3kv.stores.store import Receiver
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers
+from tests.system.forms import flipped
 from tests.unit.cli.conftest import SHARD, Run, block_hash, chunk, left
 
 SECRET = "0123456789abcdef-secret"
@@ -55,10 +56,6 @@ def compressed(number: int, tensors: tuple[TensorSpec, ...] = (TEXT,)) -> bytes:
     return b"".join(pieces)
 
 
-def flipped(data: bytes) -> bytes:
-    return data[:-1] + bytes([data[-1] ^ 1])
-
-
 def put(boto: Any, key: str, data: bytes) -> None:
     boto.put_object(Bucket=servers.BUCKET, Key=key, Body=data)
 
@@ -70,11 +67,15 @@ def fill(boto: Any, bad: dict[int, bytes]) -> None:
     put(boto, f"{PLACE.root}somebody-elses", b"not ours")
 
 
+def verified(run: Run, *options: str, code: int = 1) -> Any:
+    result = run("verify", "--json", *options)
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
 def test_sound_objects(run: Run, boto: Any) -> None:
     fill(boto, {})
-    result = run("verify", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = verified(run, code=0)
     assert (found["checked"], found["damaged"], found["unjudged"]) == (20, [], {})
     assert found["nbytes"] == 20 * len(sealed(0))
     assert "20 objects" in run("verify").stdout
@@ -84,9 +85,7 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
     bad = {3: flipped(sealed(3)), 7: b"", 11: sealed(12), 13: sealed(13)[:-1]}
     fill(boto, bad)
     before = left(boto)
-    result = run("verify", "--json")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
+    found = verified(run)
     assert {d["key"]: d["refusal"] for d in found["damaged"]} == {
         key(3): "digest",
         key(7): "header",
@@ -104,9 +103,7 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
 def test_compressed_objects(run: Run, boto: Any) -> None:
     bad = {2: flipped(compressed(2)), 4: compressed(5), 6: compressed(6)[:-1]}
     fill(boto, {number: compressed(number) for number in range(8)} | bad)
-    result = run("verify", "--json")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
+    found = verified(run)
     assert (found["checked"], found["undecoded"]) == (20, 0)
     refused = {d["key"]: d["refusal"] for d in found["damaged"]}
     assert refused == {key(2): "digest", key(4): "block_hash", key(6): "length"}
@@ -118,9 +115,7 @@ def test_without_blosc2_compressed_objects_are_not_called_damaged(
     fill(boto, {1: compressed(1), 2: compressed(2), 3: compressed(4)})
     before = left(boto)
     monkeypatch.setattr(compression, "codec", lambda: None)
-    result = run("verify", "--json", "--delete")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
+    found = verified(run, "--delete")
     assert (found["checked"], found["undecoded"]) == (18, 2)
     assert {d["key"]: d["refusal"] for d in found["damaged"]} == {key(3): "block_hash"}
     assert before - left(boto) == {key(3)}
@@ -136,9 +131,7 @@ def test_encrypted_objects_are_counted_and_left_alone(run: Run, boto: Any) -> No
         address = ChunkAddress(PLACE, ChunkKey(0, block_hash(number)), SHARD)
         put(boto, master.form_of(address).key, b"whatever it is")
     before = left(boto)
-    result = run("verify", "--json", "--delete")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
+    found = verified(run, "--delete")
     assert (found["checked"], found["encrypted"], found["unjudged"]) == (20, 5, {})
     assert {d["key"] for d in found["damaged"]} == before - left(boto) == {key(3)}
     text = run("verify")

@@ -366,16 +366,17 @@ def read_encrypted(what: Expected, master: bytes, data: bytes) -> bytes | None:
 
 # ------------------------------------------------------------------------------------------------
 from s3kv.config import SECRET_VARIABLE, Config  # noqa: E402
-from s3kv.objects import compression, encryption  # noqa: E402
+from s3kv.objects import encryption  # noqa: E402
 from s3kv.objects.codec import ChunkFormat  # noqa: E402
 from s3kv.objects.encryption import EncryptedForm, Keyring, MasterKey  # noqa: E402
-from s3kv.objects.envelope import Decoding, Envelope  # noqa: E402
+from s3kv.objects.envelope import Envelope  # noqa: E402
 from s3kv.objects.integrity import Integrity  # noqa: E402
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest  # noqa: E402
 from s3kv.place import Place  # noqa: E402
 from s3kv.types import ChunkKey, TensorSpec  # noqa: E402
 from scripts import format_example  # noqa: E402
 from tests.project import ROOT  # noqa: E402
+from tests.system.forms import compressed, opened  # noqa: E402
 
 MODES = {"xxh3": "xxh3-128", "blake3-keyed": "blake3-keyed", "none": "none"}
 SHARD = "h4-7of8-l0-31of32"
@@ -467,27 +468,10 @@ def varied_payload_of(what: Expected) -> bytes:
     return bytes(data)
 
 
-def compressed(
-    ours: ChunkFormat, block_hash: bytes, payload: bytes, *, is_padded: bool = False
-) -> bytes:
-    envelope, codec = Envelope.of(ours), compression.codec()
-    assert envelope is not None
-    assert codec is not None
-    place = Place(memoryview(bytearray(ours.header_bytes)), memoryview(payload))
-    pieces = envelope.encode(place, block_hash, codec, lambda: False, is_padded=is_padded)
-    assert pieces is not None
-    return b"".join(pieces)
-
-
 def decoded(ours: ChunkFormat, block_hash: bytes, data: bytes) -> bytes | None:
-    envelope = Envelope.of(ours)
-    assert envelope is not None
-    place = Place.of(bytearray(ours.object_bytes), ours.header_bytes)
-    decoding = Decoding(envelope, place, len(data), block_hash, compression.codec())
-    decoding.place_of(range(len(data))).write(data)
-    decoding.advance(len(data))
-    assert decoding.is_done
-    return None if decoding.reason else bytes(place.payload)
+    assert len(data) < ours.object_bytes, "it is no compressed one"
+    reason, place = opened(ours, data, block_hash)
+    return None if reason else bytes(place.payload)
 
 
 def test_both_write_the_same_compressed_bytes(pair: tuple[Expected, ChunkFormat]) -> None:
@@ -496,11 +480,11 @@ def test_both_write_the_same_compressed_bytes(pair: tuple[Expected, ChunkFormat]
     if not may_be_compressed(theirs):
         return
     for payload in (payload_of(theirs), varied_payload_of(theirs)):
-        data = write_compressed(theirs, payload)
-        assert data == compressed(ours, theirs.block_hash, payload)
+        data, plain = write_compressed(theirs, payload), write(theirs, payload)
+        assert data == compressed(ours, plain, theirs.block_hash)
         assert len(data) < ours.object_bytes
         assert read(theirs, data) == payload == decoded(ours, theirs.block_hash, data)
-        assert read(theirs, write(theirs, payload)) == payload
+        assert read(theirs, plain) == payload
 
 
 def test_both_refuse_the_same_compressed_objects(pair: tuple[Expected, ChunkFormat]) -> None:
@@ -525,7 +509,8 @@ def test_both_write_and_read_the_same_padded_objects(pair: tuple[Expected, Chunk
     for payload in (payload_of(theirs), varied_payload_of(theirs)):
         plain = write_compressed(theirs, payload)
         data = write_compressed(theirs, payload, is_padded=True)
-        assert data == compressed(ours, theirs.block_hash, payload, is_padded=True)
+        whole = write(theirs, payload)
+        assert data == compressed(ours, whole, theirs.block_hash, is_padded=True)
         assert len(data) > len(plain)
         header_bytes = 8 + int.from_bytes(data[:8], "little")
         assert (len(data) - header_bytes) % unit == 0
