@@ -16,9 +16,12 @@ from tests.unit.io import rig
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Directory:
-    """With room for 100 files of 100 bytes, that hold no object."""
+    """With room for 100 files of 100 bytes, that hold no object. It has been looked at."""
     monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
-    return Directory.open(str(tmp_path / "cache"), "s3kv", 10_000)
+    directory = Directory.open(str(tmp_path / "cache"), "s3kv", 10_000)
+    assert is_crowded(directory)
+    assert clean(directory) == 0
+    return directory
 
 
 def fill(directory: Directory, numbers: range) -> None:
@@ -34,8 +37,6 @@ def left(directory: Directory) -> set[int]:
 
 
 def test_the_first_look_counts_the_files(directory: Directory) -> None:
-    assert is_crowded(directory)
-    assert clean(directory) == 0
     assert not is_crowded(directory)
     fill(directory, range(95))
     os.unlink(directory.path / "used")
@@ -44,17 +45,19 @@ def test_the_first_look_counts_the_files(directory: Directory) -> None:
     assert directory.used_bytes() == 9_500
 
 
-def test_the_files_used_longest_ago_go(directory: Directory) -> None:
-    clean(directory)
+@pytest.mark.parametrize("jumps", [0, 40])
+def test_the_files_used_longest_ago_go(directory: Directory, jumps: int) -> None:
+    """A clock that jumps changes no more than the order. jumps: the first files are used then."""
     fill(directory, range(96))
+    for number in range(jumps):
+        os.utime(directory.file_of(rig.object_key(number)), (4e9 + number, 4e9 + number))
     assert is_crowded(directory)
     assert clean(directory) == 1_100
-    assert left(directory) == set(range(11, 96))
+    assert left(directory) == {*range(jumps + 11, 96), *(4_000_000_000 + n for n in range(jumps))}
     assert directory.used_bytes() == 8_500
 
 
 def test_reserved_bytes_of_a_dead_writer_are_free(directory: Directory) -> None:
-    clean(directory)
     fill(directory, range(90))
     (directory.path / "writing" / "dead").write_bytes(bytes(100))
     directory.correct(10_000, None)  # as its reservation, and nine others, had left it
@@ -64,7 +67,6 @@ def test_reserved_bytes_of_a_dead_writer_are_free(directory: Directory) -> None:
 
 
 def test_only_one_process_deletes(directory: Directory) -> None:
-    clean(directory)
     fill(directory, range(96))
     with directory.cleaning():
         assert clean(directory) == 0
@@ -74,7 +76,6 @@ def test_only_one_process_deletes(directory: Directory) -> None:
 def test_a_file_system_that_others_fill_gets_room(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean(directory)
     fill(directory, range(50))
     monkeypatch.setattr(Directory, "missing_bytes", lambda self: 1_000)
     assert is_crowded(directory)
@@ -85,7 +86,6 @@ def test_a_file_system_that_others_fill_gets_room(
 def test_a_use_during_a_cleaning_saves_a_file(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean(directory)
     fill(directory, range(96))
     files, key = directory.files, rig.object_key(0)
 
@@ -98,13 +98,3 @@ def test_a_use_during_a_cleaning_saves_a_file(
     clean(directory)
     monkeypatch.undo()
     assert 1_000_000 in left(directory)
-
-
-def test_a_clock_that_jumps_changes_no_more_than_the_order(directory: Directory) -> None:
-    clean(directory)
-    fill(directory, range(96))
-    for number in range(40):
-        os.utime(directory.file_of(rig.object_key(number)), (4e9 + number, 4e9 + number))
-    assert clean(directory) == 1_100
-    assert left(directory) == {*range(51, 96), *(4_000_000_000 + n for n in range(40))}
-    assert directory.used_bytes() == 8_500

@@ -8,15 +8,9 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
-from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
-
-
-def chunk(place: Namespace, number: int) -> str:
-    return place.chunk(ChunkKey(0, bytes([number])), "h0-7of8-l0-31of32")
 
 
 class Breaking(MemoryStore):
