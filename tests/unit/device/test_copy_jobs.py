@@ -72,6 +72,12 @@ def launch_all(copies: BlockCopies) -> None:
         pass
 
 
+def save_all(copies: BlockCopies) -> None:
+    for job in range(256):
+        copies.save(job, 0, job, [0])
+    launch_all(copies)
+
+
 def load(copies: BlockCopies, name: str, count: int = 1) -> None:
     copies.load(name, [CopyPart(0, slot, 0, (1,)) for slot in range(count)])
 
@@ -87,9 +93,7 @@ def copies(held: HeldCopier) -> BlockCopies:
 
 
 def test_a_backlog_of_saves_is_not_launched_at_once(held: HeldCopier, copies: BlockCopies) -> None:
-    for job in range(256):
-        copies.save(job, 0, job, [0])
-    launch_all(copies)
+    save_all(copies)
     assert held.names() == ["save 0", "save 1"]
     held.launched[0].over = True
     launch_all(copies)
@@ -100,9 +104,7 @@ def test_the_newest_of_many_saves_is_read_within_the_window(
     held: HeldCopier, copies: BlockCopies
 ) -> None:
     """The host waits for no copy: none of them ends."""
-    for job in range(256):
-        copies.save(job, 0, job, [0])
-    launch_all(copies)
+    save_all(copies)
     copies.fence([255])
     assert held.names() == ["save 0", "save 1", "save 255"]
     launch_all(copies)
@@ -110,9 +112,7 @@ def test_the_newest_of_many_saves_is_read_within_the_window(
 
 
 def test_a_load_overtakes_a_backlog_of_saves(held: HeldCopier, copies: BlockCopies) -> None:
-    for job in range(256):
-        copies.save(job, 0, job, [0])
-    launch_all(copies)
+    save_all(copies)
     load(copies, "r")
     launch_all(copies)
     assert held.names() == ["save 0", "save 1", "load 0"]
