@@ -17,13 +17,11 @@ from lab.s3 import S3Server
 from s3kv.objects import keys
 from s3kv.objects.encryption import MasterKey
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, answered, at_rest, tokens
-from tests.system.e2e.test_compression import of_connector, of_tier
+from tests.system.e2e.test_compression import EXACT, HIT, of_connector, of_tier
 
 pytest.importorskip("blosc2")
 
 PROMPTS = models.prompts(2, 1_100, seed=91)
-HIT = 1_024
-EXACT: dict[str, Any] = {"dtype": "float32"}
 FIRST, SECOND, OTHER = (bytes([n] * 32) for n in (1, 2, 3))
 Connect = Callable[..., dict[str, Any]]
 
