@@ -18,6 +18,7 @@ from s3kv.device.cpu import CpuCopier
 from s3kv.messages import CopyPart
 from tests.unit.device.caches import Caches, Shape, build, places
 from tests.unit.device.devices import Device
+from tests.unit.device.test_copy_jobs import HeldTicket
 
 LONG_S = 10.0
 
@@ -261,7 +262,8 @@ def test_a_broken_device_is_logged_once_a_minute(
     copier = GatedCopier(open_copier(places(caches)[0]))
     copier.gate.set()
     if after_start:
-        copier.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
+        lost = HeldTicket("lost", nbytes=1, running=True, lost=True)
+        copier.copier.copy_out = lambda part, mark: lost  # type: ignore[method-assign]
     else:
         copier.broken_slots = {0}
     now_s = 0.0
@@ -274,20 +276,6 @@ def test_a_broken_device_is_logged_once_a_minute(
         assert [record.exc_info is not None for record in caplog.records] == [True] * minute
         now_s = 61.0
     copies.close()
-
-
-class LostTicket:
-    nbytes = 1
-    seconds = 0.0
-
-    def begun(self) -> bool:
-        return True
-
-    def done(self) -> bool:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    def fence(self) -> None:
-        return
 
 
 def test_a_mark_that_fails_is_a_failed_copy() -> None:

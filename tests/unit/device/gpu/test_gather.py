@@ -7,11 +7,8 @@ import torch
 
 from s3kv.device.gpu.gather import row_numbers, stacks, with_rows
 from s3kv.device.layout import PageLayout
-from tests.unit.device.caches import ORDERS, Caches, Shape, build
-
-
-def caches_of(shape: Shape) -> Caches:
-    return build(shape, "cpu", torch.Generator().manual_seed(0))
+from tests.unit.device.caches import ORDERS, Shape
+from tests.unit.device.test_layout import caches_of
 
 
 @pytest.mark.parametrize("order", ORDERS)
