@@ -130,13 +130,14 @@ class Desk:
     def pinned(self) -> int:
         return self.planner.ledger.table.statistics().pinned
 
-    def make_resident(self, prompt: str) -> None:
-        """All chunks of the prompt are fetched, for a request that is gone again."""
-        request_id = f"for {prompt}"
-        self.add(request_id, prompt)
-        while self.lookup(request_id).wait:
-            self.end(self.fetches())
-        self.planner.finished(request_id)
+    def make_resident(self, *prompts: str) -> None:
+        """All chunks of the prompts are fetched in turn, for requests that are gone again."""
+        for prompt in prompts:
+            request_id = f"for {prompt}"
+            self.add(request_id, prompt)
+            while self.lookup(request_id).wait:
+                self.end(self.fetches())
+            self.planner.finished(request_id)
 
     def _hashes(self, text: str) -> list[bytes]:
         chain: list[int] = []

@@ -246,8 +246,7 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
     outcome: Outcome,
 ) -> None:
     desk = Desk(slots=2)
-    desk.make_resident("aaaa")
-    desk.make_resident("bbbbcccc")
+    desk.make_resident("aaaa", "bbbbcccc")
     assert desk.ask("r", "aaaazz") == WAIT
     (fetch,) = desk.fetches()
     desk.admit("r")

@@ -131,8 +131,7 @@ def test_what_the_disk_has_and_the_bucket_lacks_is_uploaded_when_it_is_used() ->
 
 def test_what_is_known_of_the_bucket_outlives_a_hit_on_the_disk() -> None:
     desk = Desk(has_disk=True, slots=1)
-    desk.make_resident("aaaa")
-    desk.make_resident("bbbb")
+    desk.make_resident("aaaa", "bbbb")
     desk.planner.ledger.residency.take()
     (fetch,) = desk.fetches_for("r", "aaaa")
     desk.end(fetch, near=True)

@@ -68,8 +68,7 @@ def test_an_evicted_chunk_leaves_host_memory_and_stays_in_the_bucket() -> None:
 
 def test_the_bucket_is_taken_back_when_it_has_lost_the_chunk() -> None:
     desk = Desk(slots=1)
-    desk.make_resident("aaaa")
-    desk.make_resident("bbbb")
+    desk.make_resident("aaaa", "bbbb")
     log(desk)
     a = desk.key("aaaa")
     desk.make_resident("aaaa")
@@ -88,8 +87,7 @@ def test_the_bucket_is_taken_back_when_it_has_lost_the_chunk() -> None:
 
 def test_a_fetch_that_fails_says_nothing_about_the_bucket() -> None:
     desk = Desk(slots=1)
-    desk.make_resident("aaaa")
-    desk.make_resident("bbbb")
+    desk.make_resident("aaaa", "bbbb")
     desk.ask("r", "aaaa")
     log(desk)
     desk.end(desk.fetches(), FAILED)

@@ -15,6 +15,14 @@ GROUPS = (Coverage(2, 4, members=(1,)), Coverage(2, 4, SlidingWindow(3), number=
 """A window between blocks of two groups of the engine, and full attention in the second one."""
 
 
+def admitted_desk(groups: tuple[Coverage, ...], prompt: str, tables: int = 3) -> Desk:
+    """With a request that has no blocks yet in so many tables."""
+    desk = Desk(coverages=groups, null_block=0, may_load=False)
+    desk.add("r", prompt)
+    desk.planner.admitted("r", ([],) * tables, 0)
+    return desk
+
+
 def scheduled(
     tables: tuple[list[int], ...], computed: int, tokens: int, new: tuple[list[int], ...] = ()
 ) -> ScheduledRequest:
@@ -23,9 +31,7 @@ def scheduled(
 
 def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None:
     """A block that a group has given up is block 0 in its table; another group has it now."""
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaaabbbb")
-    desk.planner.admitted("r", ([], [], []), 0)
+    desk = admitted_desk(GROUPS, "aaaabbbb")
     first = [1, 2], [11, 12], [21, 22]
     assert len(desk.plan(scheduled(first, 0, 3, first)).saves) == 0
     moved = [0, 31, 3], [11, 12, 1], [0, 22, 23]
@@ -36,9 +42,7 @@ def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None
 
 @pytest.mark.parametrize("written", [(2,), (12,), (5, 22)])
 def test_a_block_that_the_engine_zeroes_or_copies_to_is_fenced(written: tuple[int, ...]) -> None:
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaaa")
-    desk.planner.admitted("r", ([], [], []), 0)
+    desk = admitted_desk(GROUPS, "aaaa")
     tables = [1, 2], [11, 12], [21, 22]
     saves = desk.plan(scheduled(tables, 0, 4, tables)).saves
     readers = {save.job_id for save in saves if set(save.block_ids) & set(written)}
@@ -48,9 +52,7 @@ def test_a_block_that_the_engine_zeroes_or_copies_to_is_fenced(written: tuple[in
 
 def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
     groups = (Coverage(2, 4), Coverage(2, 4, LocalAttention(8), number=1))
-    desk = Desk(coverages=groups, null_block=0, may_load=False)
-    desk.add("r", "aaaabbbbcccc")
-    desk.planner.admitted("r", ([], []), 0)
+    desk = admitted_desk(groups, "aaaabbbbcccc", tables=2)
     tables = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]
     saves = desk.plan(scheduled(tables, 0, 12, tables)).saves
     local = [save.block_ids for save in saves if save.key.group == 1]
@@ -59,9 +61,7 @@ def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
 
 def test_a_window_is_saved_as_long_as_the_engine_has_it() -> None:
     """Its last tokens may be drafts: what they are is known a step later, further on."""
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaaabbbb")
-    desk.planner.admitted("r", ([], [], []), 0)
+    desk = admitted_desk(GROUPS, "aaaabbbb")
     first = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]
     saves = desk.plan(scheduled(first, 0, 11, first)).saves
     assert [(s.key.group, s.block_ids) for s in saves if s.key.group == 1] == [
