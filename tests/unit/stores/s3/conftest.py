@@ -35,6 +35,13 @@ async def opened(url: str | None = None, **settings: Any) -> AsyncIterator[Objec
         await store.close()
 
 
+@asynccontextmanager
+async def facing(it: Any, s3_store: OpenStore) -> AsyncIterator[tuple[Any, ObjectStore]]:
+    """A server for which `it.answer` answers, and a store on it. Yields `it` and the store."""
+    async with servers.canned(it.answer) as at, s3_store(at.url) as store:
+        yield it, store
+
+
 @pytest.fixture(params=["fast", "aiobotocore"])
 def s3_store(request: pytest.FixtureRequest) -> OpenStore:
     """`opened`, with one of the clients."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-
 import pytest
 
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
 from s3kv.stores.store import ObjectStore
 from tests import servers
-from tests.unit.stores.s3.conftest import OpenStore
+from tests.unit.stores.s3.conftest import OpenStore, facing
 
 BODY = memoryview(b"a chunk")
 
@@ -46,24 +43,6 @@ class Shelf:
         return 200, ""
 
 
-Keep = Callable[
-    [tuple[int, str] | str | None], AbstractAsyncContextManager[tuple[Shelf, ObjectStore]]
-]
-
-
-@pytest.fixture
-def shelf(s3_store: OpenStore) -> Keep:
-    @asynccontextmanager
-    async def shelf(
-        conditional: tuple[int, str] | str | None,
-    ) -> AsyncIterator[tuple[Shelf, ObjectStore]]:
-        it = Shelf(conditional)
-        async with servers.canned(it.answer) as server, s3_store(server.url) as store:
-            yield it, store
-
-    return shelf
-
-
 async def put(store: ObjectStore, key: str = "k") -> bool:
     return await store.put(key, Place.of(BODY), if_absent=True)
 
@@ -73,9 +52,9 @@ async def put(store: ObjectStore, key: str = "k") -> bool:
     [(501, "NotImplemented"), (400, "InvalidArgument"), (400, "InvalidRequest"), (501, "")],
 )
 async def test_a_server_that_refuses_it_gets_plain_ones(
-    shelf: Keep, refusal: tuple[int, str], caplog: pytest.LogCaptureFixture
+    s3_store: OpenStore, refusal: tuple[int, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with shelf(refusal) as (server, store):
+    async with facing(Shelf(refusal), s3_store) as (server, store):
         assert [await put(store) for _ in range(3)] == [True, True, True]
         assert server.puts == [True, False, False, False], "found out once"
         assert server.kept == {"/bkt/k": bytes(BODY)}
@@ -83,14 +62,14 @@ async def test_a_server_that_refuses_it_gets_plain_ones(
     assert "s3:PutObject on arn:aws:s3:::bkt/k" in said
 
 
-async def test_a_server_that_ignores_it_writes_again(shelf: Keep) -> None:
-    async with shelf("") as (server, store):
+async def test_a_server_that_ignores_it_writes_again(s3_store: OpenStore) -> None:
+    async with facing(Shelf(""), s3_store) as (server, store):
         assert [await put(store), await put(store)] == [True, True]
         assert server.puts == [True, True]
 
 
-async def test_a_server_that_knows_it_is_believed_from_then_on(shelf: Keep) -> None:
-    async with shelf(None) as (server, store):
+async def test_a_server_that_knows_it_is_believed_from_then_on(s3_store: OpenStore) -> None:
+    async with facing(Shelf(None), s3_store) as (server, store):
         assert [await put(store), await put(store)] == [True, False]
         server.conditional = (400, "InvalidArgument")
         with pytest.raises(StoreError):
@@ -98,8 +77,8 @@ async def test_a_server_that_knows_it_is_believed_from_then_on(shelf: Keep) -> N
         assert server.puts == [True, True, True]
 
 
-async def test_a_refusal_for_another_reason_proves_nothing(shelf: Keep) -> None:
-    async with shelf((400, "InvalidArgument")) as (server, store):
+async def test_a_refusal_for_another_reason_proves_nothing(s3_store: OpenStore) -> None:
+    async with facing(Shelf((400, "InvalidArgument")), s3_store) as (server, store):
         server.plain = (400, "InvalidArgument")
         with pytest.raises(StoreError, match="InvalidArgument"):
             await put(store)
@@ -118,16 +97,16 @@ async def test_a_refusal_for_another_reason_proves_nothing(shelf: Keep) -> None:
     ],
 )
 async def test_no_refusal_of_conditions(
-    shelf: Keep, answer: tuple[int, str], error: type[StoreError]
+    s3_store: OpenStore, answer: tuple[int, str], error: type[StoreError]
 ) -> None:
-    async with shelf(answer) as (server, store):
+    async with facing(Shelf(answer), s3_store) as (server, store):
         with pytest.raises(error):
             await put(store)
         assert server.puts == [True]
 
 
-async def test_a_put_whose_answer_is_lost_finds_its_own_copy(shelf: Keep) -> None:
-    async with shelf(None) as (server, store):
+async def test_a_put_whose_answer_is_lost_finds_its_own_copy(s3_store: OpenStore) -> None:
+    async with facing(Shelf(None), s3_store) as (server, store):
         server.lose = 1
         with pytest.raises(StoreUnavailable):
             await put(store)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from s3kv.place import Place
 from s3kv.stores.s3 import credentials
 from s3kv.stores.store import ObjectStore
 from tests import servers
-from tests.unit.stores.s3.conftest import OpenStore
+from tests.unit.stores.s3.conftest import OpenStore, facing
 
 OBJECT = b"x" * 1000
 ROLE = "arn:aws:iam::123456789012:role/s3kv"
@@ -38,20 +37,6 @@ class Guarded:
         if key != self.key:
             return servers.refusal(403, self.code)
         return servers.http(b"" if head.startswith("PUT") else OBJECT)
-
-
-Guard = Callable[[str], AbstractAsyncContextManager[tuple[Guarded, ObjectStore]]]
-
-
-@pytest.fixture
-def guarded(s3_store: OpenStore) -> Guard:
-    @asynccontextmanager
-    async def guarded(key: str) -> AsyncIterator[tuple[Guarded, ObjectStore]]:
-        guard = Guarded(key)
-        async with servers.canned(guard.answer) as server, s3_store(server.url) as store:
-            yield guard, store
-
-    return guarded
 
 
 async def read(store: ObjectStore) -> int | None:
@@ -74,10 +59,10 @@ def write_keys(path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "ExpiredToken", "SignatureDoesNotMatch"])
 async def test_a_shared_credentials_file_is_rewritten(
-    guarded: Guard, keys_file: Path, code: str
+    s3_store: OpenStore, keys_file: Path, code: str
 ) -> None:
     """Requests under way survive it, too."""
-    async with guarded("first") as (guard, store):
+    async with facing(Guarded("first"), s3_store) as (guard, store):
         guard.code = code
         assert await read(store) == len(OBJECT)
         write_keys(keys_file, "second")
@@ -91,9 +76,9 @@ async def test_a_shared_credentials_file_is_rewritten(
         assert await asyncio.gather(*(read(store) for _ in range(20))) == [len(OBJECT)] * 20
 
 
-async def test_a_refusal_that_is_meant_is_an_error(guarded: Guard, keys_file: Path) -> None:
+async def test_a_refusal_that_is_meant_is_an_error(s3_store: OpenStore, keys_file: Path) -> None:
     """And the files are not read anew for every request."""
-    async with guarded("another") as (guard, store):
+    async with facing(Guarded("another"), s3_store) as (guard, store):
         for _ in range(5):
             with pytest.raises(StoreDenied, match=r"s3:GetObject on arn:aws:s3:::bkt/k"):
                 await read(store)
@@ -104,9 +89,9 @@ async def test_a_refusal_that_is_meant_is_an_error(guarded: Guard, keys_file: Pa
 
 
 async def test_an_action_that_is_denied_is_no_matter_of_credentials(
-    guarded: Guard, keys_file: Path
+    s3_store: OpenStore, keys_file: Path
 ) -> None:
-    async with guarded("another") as (guard, store):
+    async with facing(Guarded("another"), s3_store) as (guard, store):
         guard.code = "AccessDenied"
         write_keys(keys_file, "second")
         for _ in range(3):
@@ -149,9 +134,9 @@ async def container(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ContainerE
 
 @pytest.mark.parametrize("expires", [True, False], ids=["expire", "are revoked"])
 async def test_a_container_endpoint_is_asked_again_when_they(
-    expires: bool, guarded: Guard, container: ContainerEndpoint
+    expires: bool, s3_store: OpenStore, container: ContainerEndpoint
 ) -> None:
-    async with guarded("container0") as (guard, store):
+    async with facing(Guarded("container0"), s3_store) as (guard, store):
         container.lifetime = timedelta(minutes=1) if expires else timedelta(hours=6)
         await read(store)
         container.number, guard.key = 1, "container1"
@@ -163,10 +148,10 @@ async def test_a_container_endpoint_is_asked_again_when_they(
 
 
 async def test_requests_do_not_wait_for_a_renewal_that_is_not_due(
-    guarded: Guard, container: ContainerEndpoint
+    s3_store: OpenStore, container: ContainerEndpoint
 ) -> None:
     """Twelve minutes before their end botocore looks for others, and the endpoint is silent."""
-    async with guarded("container0") as (guard, store):
+    async with facing(Guarded("container0"), s3_store) as (guard, store):
         container.lifetime = timedelta(minutes=12)
         await read(store)
         container.open.clear()
@@ -182,9 +167,9 @@ async def test_requests_do_not_wait_for_a_renewal_that_is_not_due(
 
 
 async def test_a_request_that_is_cancelled_leaves_the_search_to_the_others(
-    guarded: Guard, container: ContainerEndpoint
+    s3_store: OpenStore, container: ContainerEndpoint
 ) -> None:
-    async with guarded("container0") as (_, store):
+    async with facing(Guarded("container0"), s3_store) as (_, store):
         container.open.clear()
         requests = [asyncio.ensure_future(read(store)) for _ in range(5)]
         await container.asked.wait()
@@ -196,9 +181,9 @@ async def test_a_request_that_is_cancelled_leaves_the_search_to_the_others(
 
 
 async def test_a_source_that_hangs_is_an_outage_until_it_answers(
-    guarded: Guard, container: ContainerEndpoint, monkeypatch: pytest.MonkeyPatch
+    s3_store: OpenStore, container: ContainerEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with guarded("container0") as (_, store):
+    async with facing(Guarded("container0"), s3_store) as (_, store):
         container.open.clear()
         monkeypatch.setattr(credentials, "_LOOK_S", 0.01)
         for _ in range(2):
@@ -223,13 +208,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("settings", BROKEN.values(), ids=BROKEN)
 async def test_a_source_that_is_broken_is_an_outage(
-    settings: str, guarded: Guard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    settings: str, s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Most of what botocore raises then is none of its own errors."""
     servers.forget_credentials(monkeypatch)
     (tmp_path / "config").write_text(f"[default]\n{settings}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    async with guarded("any") as (_, store), servers.canned(servers.http("<html>\n")) as sts:
+    guarded = facing(Guarded("any"), s3_store)
+    async with guarded as (_, store), servers.canned(servers.http("<html>\n")) as sts:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
         with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
             await read(store)
