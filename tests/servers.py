@@ -7,9 +7,11 @@ import json
 import os
 import re
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import boto3
@@ -184,6 +186,40 @@ async def scripted_server(
             task.cancel()
         await asyncio.gather(*serving)
         await asyncio.sleep(0)  # transports close a turn of the loop later
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Writes no log, and bears with clients that are gone."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def in_a_thread(server: ThreadingHTTPServer) -> Iterator[str]:
+    """The URL of a server, for as long as the block lasts."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def http(body: bytes | str = b"", status: int = 200, headers: str = "") -> bytes:

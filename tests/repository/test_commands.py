@@ -7,9 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from s3kv.metrics import KV_METRICS, NAMESPACE
 from s3kv.objects.keys import Namespace
 from tests.project import ROOT, makeflags
 from tests.repository.test_installation import BESIDE_VLLM, COMMAND_LINE
-from tests.servers import KEYS, REGION, boto_client, moto_server
+from tests.servers import KEYS, REGION, QuietHandler, boto_client, in_a_thread, moto_server
 
 DOCUMENTS = ("README.md", "docs/quickstart.md")
 
@@ -97,36 +96,27 @@ def test_what_pip_is_asked_for_is_installed_word_for_word() -> None:
     assert asked & BESIDE_VLLM
 
 
-class _Metrics(BaseHTTPRequestHandler):
+class _Metrics(QuietHandler):
     """The names of s3kv's counters, as a server's /metrics has them."""
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/metrics" else 404)
-        self.end_headers()
-        for name in KV_METRICS:
-            self.wfile.write(f"{NAMESPACE}{name}_total 0.0\n".encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        page = "".join(f"{NAMESPACE}{name}_total 0.0\n" for name in KV_METRICS)
+        self.answer(200 if self.path == "/metrics" else 404, page.encode())
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[int]:
-    """The port of a server with that page."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Metrics) as server:
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
-        serving.start()
-        yield server.server_port
-        server.shutdown()
-        serving.join()
+def page() -> Iterator[str]:
+    """Where a server with that page listens."""
+    with in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), _Metrics)) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, page: int) -> Iterator[dict[str, str]]:
+def environment(tmp_path_factory: pytest.TempPathFactory, page: str) -> Iterator[dict[str, str]]:
     """A shell's, with `s3kv` on its path, and a bucket with one empty namespace in it. curl finds
     port 8000 elsewhere, and make neither makes an environment nor runs what it collects."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / ".curlrc").write_text(f"connect-to = localhost:8000:127.0.0.1:{page}\n")
+    (folder / ".curlrc").write_text(f"connect-to = localhost:8000:{page}\n")
     script = folder / "s3kv"
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m s3kv.cli "$@"\n')
     script.chmod(0o755)

@@ -10,48 +10,33 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from lab.faults import Fault, Kind, s3_error
 from lab.proxy import Proxy, proxy
-from tests.servers import self_signed
+from tests.servers import QuietHandler, in_a_thread, self_signed
 
 BODY = bytes(range(256)) * 400
 ERRORS = (http.client.HTTPException, OSError)
 
 
-class _Shelf(BaseHTTPRequestHandler):
+class _Shelf(QuietHandler):
     """Gives `BODY` for any key, and keeps what is put."""
 
-    protocol_version = "HTTP/1.1"
     server: Shelf
 
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(BODY)))
-        self.end_headers()
-        self.wfile.write(BODY)
+        self.answer(200, BODY)
 
     def do_PUT(self) -> None:
         length = int(self.headers["Content-Length"])
         body = self.rfile.read(length)
         if len(body) == length:
             self.server.kept[self.path] = body
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def handle(self) -> None:
-        try:
-            super().handle()
-        except ConnectionError:
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        self.answer(200)
 
 
 class Shelf(ThreadingHTTPServer):
@@ -66,12 +51,8 @@ class Shelf(ThreadingHTTPServer):
 @pytest.fixture(scope="module")
 def shelf() -> Iterator[Shelf]:
     server = Shelf()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with in_a_thread(server):
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from lab.service import free_ports
 from s3kv.cli.app import cli
+from tests.servers import in_a_thread
 from tests.unit.cli.conftest import refused
 
 METRICS = """\
@@ -120,15 +120,8 @@ def test_several_servers_are_summed(metrics: str) -> None:
 def test_a_running_server(metrics: str) -> None:
     folder, name = os.path.split(metrics)
     handler = partial(SimpleHTTPRequestHandler, directory=folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/{name}"
-        try:
-            counted = document("--metrics", url, "--over", MONTH)["counted"]
-        finally:
-            server.shutdown()
-            thread.join()
+    with in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
+        counted = document("--metrics", f"{url}/{name}", "--over", MONTH)["counted"]
     assert counted["puts"] == 400_000
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+
+from tests.servers import QuietHandler, in_a_thread
 
 _LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 _DENIED = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
@@ -23,21 +25,17 @@ class StubbornServer(ThreadingHTTPServer):
         self.refuses = refuses
         self.go_on = threading.Event()
         self.begun: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: StubbornServer
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         if self.server.refuses:
-            self._answer(403, _DENIED)
+            self.answer(403, _DENIED)
         elif "list-type=2" in self.path:
-            self._answer(200, _LISTING)
+            self.answer(200, _LISTING)
         else:
             self._answer_slowly()
 
@@ -45,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.begun.append(self.path)
         self.server.go_on.wait()
-        self._answer(200, b"")
+        self.answer(200)
 
     def _answer_slowly(self) -> None:
         body = self.server.body
@@ -58,31 +56,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.go_on.wait()
         self.wfile.write(body[half:])
 
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-    def handle(self) -> None:
-        try:
-            super().handle()
-        except ConnectionError:
-            self.close_connection = True
-
 
 @contextmanager
 def stubborn_server(body: bytes = b"", *, refuses: bool = False) -> Iterator[StubbornServer]:
     server = StubbornServer(body, refuses)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.go_on.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with in_a_thread(server):
+        try:
+            yield server
+        finally:
+            server.go_on.set()
