@@ -6,7 +6,6 @@ import base64
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
+from lab.service import free_ports
 from s3kv.config import Config
 from s3kv.errors import ConfigError, IoProcessError, StoreDenied, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
@@ -30,6 +30,7 @@ from tests.servers import BUCKET, KEYS, boto_client, data_key, set_credentials
 from tests.unit.io import rig
 from tests.unit.io.conftest import Open
 from tests.unit.io.stubborn import StubbornServer, stubborn_server
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,13 +63,8 @@ class Clock:
         return self.now_s
 
 
-def until(condition: Callable[[], Any], what: str = "the condition", bound_s: float = 20.0) -> Any:
-    deadline_s = time.monotonic() + bound_s
-    while time.monotonic() < deadline_s:
-        if outcome := condition():
-            return outcome
-        time.sleep(0.005)
-    return pytest.fail(f"{what} did not come true within {bound_s} s")
+def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    wait_until(what, condition, 20.0)
 
 
 def ends(client: IoClient, count: int) -> dict[int, JobEnd]:
@@ -80,6 +76,12 @@ def ends(client: IoClient, count: int) -> dict[int, JobEnd]:
 
 def fetch(client: IoClient, job_id: int, number: int) -> None:
     client.submit(rig.fetch(job_id, number))
+
+
+def end_of_fetch(client: IoClient, job_id: int, number: int = 1) -> JobEnd:
+    """Of the one job that is under way."""
+    fetch(client, job_id, number)
+    return ends(client, 1)[job_id]
 
 
 def upload(client: IoClient, job_id: int) -> None:
@@ -143,8 +145,7 @@ def test_a_cancelled_fetch_writes_no_more_after_its_end(
     assert ends(client, 1)[1].outcome is Outcome.CANCELLED
     rig.slot(slab, 1)[:] = b"\xaa" * rig.FORMAT.object_bytes
     stubborn.go_on.set()
-    fetch(client, 2, number=1)
-    assert ends(client, 1)[2].outcome is Outcome.OK
+    assert end_of_fetch(client, 2).outcome is Outcome.OK
     assert set(rig.slot(slab, 1)) == {0xAA}
 
 
@@ -186,26 +187,19 @@ def test_refused_credentials_are_said(open_client: Open) -> None:
             client.wait_ready(20)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def test_a_server_that_is_not_there_is_said(open_client: Open) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
     client = open_client(url)
     with pytest.raises(StoreUnavailable, match=url):
         client.wait_ready(20)
 
 
 def test_a_server_that_is_not_there_is_waited_for_when_told(open_client: Open) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
     client = open_client(url, on_unavailable="serve", max_attempts=1)
     ready = client.wait_ready(20)
     assert (ready.serving, ready.trouble) == (True, "unavailable")
-    fetch(client, 1, number=1)
-    assert ends(client, 1)[1].outcome is Outcome.FAILED
+    assert end_of_fetch(client, 1).outcome is Outcome.FAILED
     assert client.life.deaths == 0
 
 
@@ -273,8 +267,7 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
     os.kill(client.pid, signal.SIGKILL)
     while client.life.deaths < 5:  # once by the signal; a job that crashes it thrice is given up
         until(lambda: client.poll() or client.life.state is State.UP)
-        fetch(client, 2, number=1)
-        end = ends(client, 1)[2]
+        end = end_of_fetch(client, 2)
         assert end.outcome is Outcome.FAILED
     assert "KMS does not decrypt it: Could not connect to the endpoint URL" in end.detail
 
@@ -282,8 +275,7 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
     until(lambda: client.poll() or client.life.state is State.UP)
 
     def is_hit() -> bool:
-        fetch(client, 3, number=1)
-        return ends(client, 1)[3].outcome is Outcome.OK
+        return end_of_fetch(client, 3).outcome is Outcome.OK
 
     until(is_hit, "a hit")
     assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
@@ -305,8 +297,7 @@ def test_a_killed_process_is_replaced_and_its_jobs_fail_once(
     assert is_gone(pid)
     stubborn.go_on.set()
     until(lambda: client.poll() or client.life.state is State.UP)
-    fetch(client, 1, number=1)
-    assert ends(client, 1)[1].outcome is Outcome.OK
+    assert end_of_fetch(client, 1).outcome is Outcome.OK
     assert bytes(rig.slot(slab, 1)) == stubborn.body
     assert (client.life.starts, client.life.deaths, client.outstanding) == (2, 1, 0)
 
@@ -380,8 +371,7 @@ def test_an_engine_that_pauses_for_long_does_not_kill_its_process(
 
 def test_a_process_that_breaks_the_protocol_is_replaced(open_client: Open) -> None:
     client = open_client("http://127.0.0.1:1", module="tests.unit.io.babbler")
-    fetch(client, 1, number=1)
-    end = ends(client, 1)[1]
+    end = end_of_fetch(client, 1)
     assert end.outcome is Outcome.FAILED
     assert "breaks the protocol" in end.detail
     until(lambda: client.poll() or client.life.starts > 1)
@@ -396,8 +386,7 @@ def test_closing_is_bounded_and_can_be_repeated(moto_url: str, open_client: Open
     client.close()
     assert is_gone(pid)
     assert client.poll() == []
-    fetch(client, 1, number=1)
-    assert ends(client, 1)[1].outcome is Outcome.FAILED
+    assert end_of_fetch(client, 1).outcome is Outcome.FAILED
 
 
 def test_closing_without_starting(slab: Slab) -> None:
@@ -423,12 +412,18 @@ def test_a_drain_finishes_uploads(
     assert client.drain(30) == 0
 
 
-def test_a_drain_tells_what_is_left(stubborn: StubbornServer, open_client: Open) -> None:
+def busy_client(stubborn: StubbornServer, open_client: Open) -> IoClient:
+    """With three uploads and a fetch that do not end: one upload, and the fetch, have begun."""
     client = open_client(stubborn.url)
     for i in range(3):
         upload(client, i)
     fetch(client, 9, number=1)
-    until(lambda: client.poll() or len(stubborn.begun) == 2)  # one upload, and the fetch
+    until(lambda: client.poll() or len(stubborn.begun) == 2)
+    return client
+
+
+def test_a_drain_tells_what_is_left(stubborn: StubbornServer, open_client: Open) -> None:
+    client = busy_client(stubborn, open_client)
     assert client.drain(0.1) == 3
     assert {e.outcome for e in ends(client, 4).values()} == {Outcome.CANCELLED}
 
@@ -452,11 +447,7 @@ def test_jobs_that_do_not_settle_end_with_their_process(
 def test_a_drain_counts_what_a_killed_process_left(
     stubborn: StubbornServer, open_client: Open
 ) -> None:
-    client = open_client(stubborn.url)
-    for i in range(3):
-        upload(client, i)
-    fetch(client, 9, number=1)
-    until(lambda: client.poll() or len(stubborn.begun) == 2)  # one upload, and the fetch
+    client = busy_client(stubborn, open_client)
     pid = client.pid
     killing = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
     killing.start()
@@ -532,8 +523,7 @@ def test_what_processes_say_of_requests_adds_up_over_their_lives(
     def told(request: str, count: int) -> Callable[[], bool]:
         return lambda: not client.poll() and client.counters[f"io_requests|{request}"] == count
 
-    fetch(client, 1, 9_001)
-    ends(client, 1)
+    end_of_fetch(client, 1, 9_001)
     until(told("GET|4xx", 1), "one request")
     first = dict(client.counters)
     assert first["cost_usd"] == 400 + 5_000 * first["io_requests|LIST|2xx"]
@@ -541,7 +531,6 @@ def test_what_processes_say_of_requests_adds_up_over_their_lives(
     os.kill(pid, signal.SIGKILL)
     until(lambda: client.poll() or client.counters["io_restarts"] == 1, "another process")
     assert client.counters["io_requests|GET|4xx"] == 1, "what the first one did stays counted"
-    fetch(client, 2, 9_002)
-    ends(client, 1)
+    end_of_fetch(client, 2, 9_002)
     until(told("GET|4xx", 2), "its request, too")
     assert client.counters["cost_usd"] >= first["cost_usd"] + 400
