@@ -84,12 +84,11 @@ def held_bytes(path: Path) -> int:
     return sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def all_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
 
 
-@pytest.mark.usefixtures("all_free")
 def test_nothing_is_wrong_when_writers_are_killed(tmp_path: Path) -> None:
     seed = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**32)))
     print(f"S3KV_SEED={seed}")
@@ -161,15 +160,13 @@ async def happens(worker: rig.Worker, name: str) -> None:
 async def fetched(worker: rig.Worker, number: int) -> str:
     """The source that it comes from."""
     worker.slot(1)[:] = bytes(rig.FORMAT.object_bytes)
-    worker.say(rig.fetch(number, slot=1))
-    end = (await worker.done(1))[number]
+    end = await worker.end_of(rig.fetch(number, slot=1))
     assert end.outcome is Outcome.OK
     assert bytes(worker.slot(1)) == rig.sealed(number)
     source_name: str = end.source
     return source_name
 
 
-@pytest.mark.usefixtures("all_free")
 async def test_a_disk_that_is_full_loses_no_upload(
     tmp_path: Path, mounted: Callable[[str], None]
 ) -> None:
@@ -181,8 +178,7 @@ async def test_a_disk_that_is_full_loses_no_upload(
         mounted(FULL)
         for number in range(1, 12):
             worker.fill(1, number=number)
-            worker.say(rig.upload(number, slot=1))
-            assert (await worker.done(1))[number].outcome is Outcome.OK
+            assert (await worker.end_of(rig.upload(number, slot=1))).outcome is Outcome.OK
         assert len(bucket._objects) == 11
         await happens(worker, "failed")
         for number in range(1, 12):
@@ -190,7 +186,6 @@ async def test_a_disk_that_is_full_loses_no_upload(
     assert not os.listdir(path / "writing")
 
 
-@pytest.mark.usefixtures("all_free")
 async def test_a_disk_that_becomes_read_only_costs_no_fetch(
     tmp_path: Path, mounted: Callable[[str], None]
 ) -> None:
@@ -208,7 +203,6 @@ async def test_a_disk_that_becomes_read_only_costs_no_fetch(
     Directory.open(str(path), "s3kv", 2**30)  # so an engine starts on it, too
 
 
-@pytest.mark.usefixtures("all_free")
 async def test_a_directory_that_is_emptied_is_filled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

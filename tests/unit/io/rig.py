@@ -129,6 +129,11 @@ class Worker:
         assert all(isinstance(end, JobEnd) for end in ends), ends
         return {end.job_id: end for end in ends}
 
+    async def end_of(self, job: BucketJob) -> JobEnd:
+        """How a job ends, if nothing else is heard before."""
+        self.say(job)
+        return (await self.done(1))[job.job_id]
+
     async def settled(self) -> wire.Stats:
         """Come back when everything said so far has been acted upon."""
         self.say(wire.Ping())

@@ -77,17 +77,16 @@ async def test_an_item_with_other_rows_or_no_room_is_refused(
 ) -> None:
     block_hash, shape, payload = item(1)
     slab.view[HEADER_BYTES : shape.nbytes] = payload
-    worker.say(job(JobKind.UPLOAD, 1, block_hash, 0, shape))
-    await worker.done(1)
+    await worker.end_of(job(JobKind.UPLOAD, 1, block_hash, 0, shape))
     assert await store.head(NAMESPACE.chunk(ChunkKey(0, block_hash), SHARD)) is not None
     guard = bytes(slab.view[3 * ROOM :])
-    worker.say(job(JobKind.FETCH, 2, block_hash, ROOM, ItemShape(shape.rows + 1, ROOM)))
-    assert (await worker.done(1))[2].outcome is Outcome.CORRUPT
-    worker.say(job(JobKind.FETCH, 3, block_hash, 2 * ROOM, ItemShape(shape.rows, shape.nbytes - 1)))
-    assert (await worker.done(1))[3].outcome is not Outcome.OK
+    more_rows = job(JobKind.FETCH, 2, block_hash, ROOM, ItemShape(shape.rows + 1, ROOM))
+    assert (await worker.end_of(more_rows)).outcome is Outcome.CORRUPT
+    short = job(JobKind.FETCH, 3, block_hash, 2 * ROOM, ItemShape(shape.rows, shape.nbytes - 1))
+    assert (await worker.end_of(short)).outcome is not Outcome.OK
     assert slab.view[3 * ROOM :] == guard, "nothing is written behind the room"
-    worker.say(job(JobKind.FETCH, 4, block_hash, slab.nbytes - 4096, ItemShape(shape.rows, ROOM)))
-    assert (await worker.done(1))[4].outcome is Outcome.INVALID
+    last = job(JobKind.FETCH, 4, block_hash, slab.nbytes - 4096, ItemShape(shape.rows, ROOM))
+    assert (await worker.end_of(last)).outcome is Outcome.INVALID
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,7 @@ async def test_nobody_waits_for_it(
     async with rig.serving(store) as (worker, serving):
         await store.read.wait()
         worker.fill(1, number=1)
-        worker.say(rig.upload(1))
-        assert (await worker.done(1))[1].outcome is Outcome.OK
+        assert (await worker.end_of(rig.upload(1))).outcome is Outcome.OK
         defects = (await worker.settled()).counters["io_defects"]
         assert defects == isinstance(error, ZeroDivisionError)
         worker.hang_up()
@@ -122,8 +121,7 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says() -> N
         await counted(worker, "io_cleaner_sweeps")
         left = {key for key in bucket._objects if keys.parse(key)}
         assert left == {rig.object_key(number) for number in range(2, 8)}
-        worker.say(rig.fetch(2))
-        assert (await worker.done(1))[2].outcome is Outcome.OK
+        assert (await worker.end_of(rig.fetch(2))).outcome is Outcome.OK
         await counted(worker, "io_refresh_done")
     assert bucket._objects[oldest_left][1] == time_s
 
@@ -167,8 +165,7 @@ def with_a_defect(verb: str) -> MemoryStore:
 async def test_after_a_defect_objects_are_refreshed_again() -> None:
     async with rig.serving(with_a_defect("refresh"), refresh_after_s=60.0) as (worker, _):
         for counter in ("io_defects", "io_refresh_done"):
-            worker.say(rig.fetch(1))
-            assert (await worker.done(1))[1].outcome is Outcome.OK
+            assert (await worker.end_of(rig.fetch(1))).outcome is Outcome.OK
             await counted(worker, counter)
 
 
@@ -177,8 +174,7 @@ async def test_after_a_defect_uses_are_answered_again() -> None:
     use, outcomes = BucketJob(1, JobKind.USE, rig.chunk(1)), []
     async with rig.serving(with_a_defect("head"), refresh_after_s=60.0) as (worker, _):
         while Outcome.EXISTS not in outcomes:
-            worker.say(use)
-            outcomes.append((await worker.done(1))[1].outcome)
+            outcomes.append((await worker.end_of(use)).outcome)
         assert (await worker.settled()).counters["io_defects"] == 1
     assert {*outcomes[:-1]} == {Outcome.CANCELLED}, "meanwhile nobody waits for an answer"
 

@@ -352,8 +352,7 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds() -> None:
     await bucket.put(rig.object_key(4), Place.of(b"bad" * 1000), if_absent=True)
     bucket.now_s += 2 * AFTER_S
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
-        worker.say(rig.fetch(4))
-        assert (await worker.done(1))[4].outcome is Outcome.CORRUPT
+        assert (await worker.end_of(rig.fetch(4))).outcome is Outcome.CORRUPT
         worker.fill(2, 2)
         worker.say(rig.fetch(1), rig.upload(2))
         ends = await worker.done(2)
@@ -368,8 +367,7 @@ async def test_a_copy_that_fails_is_nobody_elses_affair() -> None:
     bucket = Bucket(1, age_s=2 * AFTER_S)
     bucket.errors["refresh"] = [StoreUnavailable("503")]
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
-        worker.say(rig.fetch(1))
-        assert (await worker.done(1))[1].outcome is Outcome.OK
+        assert (await worker.end_of(rig.fetch(1))).outcome is Outcome.OK
         stats = await counted(worker, "io_refresh_failed")
         others = ("io_retries", "io_throttled", "io_window_cuts", "io_defects")
         assert [stats.counters[name] for name in others] == [0, 0, 0, 0]
@@ -416,11 +414,9 @@ async def test_a_shutdown_does_not_wait_for_copies() -> None:
     bucket = Bucket(1, age_s=2 * AFTER_S)
     bucket.hangs = True
     async with rig.serving(bucket, refresh_after_s=AFTER_S) as (worker, _):
-        worker.say(rig.fetch(1))
-        await worker.done(1)
+        await worker.end_of(rig.fetch(1))
         await until(lambda: bucket.asked["refresh"] > 0)
-        worker.say(rig.fetch(2))  # and nobody else waits for one
-        await worker.done(1)
+        await worker.end_of(rig.fetch(2))  # and nobody else waits for one
         worker.say(wire.Drain(5.0))
         assert await worker.hear() == wire.Drained(0)
 
@@ -438,8 +434,7 @@ async def test_where_it_is_off_nothing_is_copied(
     config = rig.Config(**{"bucket": "bkt", **settings})
     greeting = rig.handshake(config)
     async with rig.serving(bucket, greeting=greeting) as (worker, _):
-        worker.say(rig.fetch(1))
-        await worker.done(1)
+        await worker.end_of(rig.fetch(1))
         await asyncio.sleep(0.05)
         assert not bucket.asked["refresh"]
     assert sum("refresh_after_s has no effect" in message for message in caplog.messages) == said

@@ -96,8 +96,7 @@ async def test_a_job_ends_whatever_its_error_says(words: str) -> None:
         answer = await worker.hear()
         assert isinstance(answer, wire.Ready)
         assert (answer.trouble, answer.message[:5]) == ("unavailable", words[:5])
-        worker.say(rig.fetch(1))
-        end = (await worker.done(1))[1]
+        end = await worker.end_of(rig.fetch(1))
         assert end.outcome is Outcome.FAILED
         await worker.settled()
 
@@ -169,15 +168,13 @@ async def test_errors_become_outcomes(
 ) -> None:
     store = MemoryStore(errors={"get_into": errors})
     async with rig.serving(store, max_attempts=3) as (worker, _):
-        worker.say(rig.fetch(1))
-        end = (await worker.done(1))[1]
+        end = await worker.end_of(rig.fetch(1))
         stats = await worker.settled()
         assert (end.outcome, stats.counters["io_retries"]) == (outcome, retries)
         assert stats.counters["io_defects"] == isinstance(errors[0], ZeroDivisionError)
         if outcome is not Outcome.MISSING:
             assert str(errors[0]) in end.detail
-        worker.say(rig.fetch(2))
-        assert (await worker.done(1))[2].outcome is Outcome.MISSING
+        assert (await worker.end_of(rig.fetch(2))).outcome is Outcome.MISSING
 
 
 @pytest.mark.parametrize(
@@ -195,8 +192,7 @@ async def test_errors_become_outcomes(
 )
 async def test_a_job_that_makes_no_sense_is_invalid(message: wire.Down) -> None:
     async with rig.serving(MemoryStore()) as (worker, _):
-        worker.say(message)
-        end = (await worker.done(1))[1]
+        end = await worker.end_of(message)
         assert end.outcome is Outcome.INVALID
         assert end.detail
 
@@ -290,10 +286,8 @@ async def test_with_its_keys_it_uploads_nothing_plain(monkeypatch: pytest.Monkey
     store = MemoryStore()
     async with rig.serving(store, encryption="aes-gcm") as (worker, _):
         worker.fill(1, number=1)
-        worker.say(rig.upload(1))
-        assert (await worker.done(1))[1].outcome is Outcome.OK
-        worker.say(rig.fetch(2, number=1))
-        assert (await worker.done(1))[2].outcome is Outcome.OK
+        assert (await worker.end_of(rig.upload(1))).outcome is Outcome.OK
+        assert (await worker.end_of(rig.fetch(2, number=1))).outcome is Outcome.OK
         assert bytes(worker.slot(2)) == rig.sealed(1)
     assert await store.head(rig.object_key(1)) is None
     assert [info.key.endswith(".encrypted.safetensors") async for info in store.list("")] == [True]

@@ -65,11 +65,6 @@ class Bucket(MemoryStore):
 
 
 @pytest.fixture
-def bucket() -> Bucket:
-    return Bucket()
-
-
-@pytest.fixture
 async def worker(bucket: Bucket) -> AsyncIterator[Worker]:
     async with rig.serving(bucket) as (worker, _):
         yield worker
@@ -185,14 +180,12 @@ async def test_without_a_codec_a_compressed_object_is_a_miss_and_stays(
 
 
 async def fetch(worker: Worker) -> JobEnd:
-    worker.say(rig.fetch(3, number=1))
-    return (await worker.done(1))[3]
+    return await worker.end_of(rig.fetch(3, number=1))
 
 
 async def upload(worker: Worker) -> Outcome:
     worker.fill(1, number=1)
-    worker.say(rig.upload(1))
-    return (await worker.done(1))[1].outcome
+    return (await worker.end_of(rig.upload(1))).outcome
 
 
 BAD_OBJECTS: dict[str, bytes] = {

@@ -126,11 +126,6 @@ class Bucket(MemoryStore):
 
 
 @pytest.fixture
-async def bucket() -> Bucket:
-    return Bucket()
-
-
-@pytest.fixture
 async def worker(bucket: Bucket) -> AsyncIterator[Worker]:
     async with rig.serving(bucket) as (worker, _):
         worker.fill(1, number=1)
@@ -157,8 +152,7 @@ async def test_without_a_source_on_this_host_a_near_fetch_finds_nothing(
     worker: Worker, bucket: Bucket
 ) -> None:
     rig.hold(bucket, 1)
-    worker.say(replace(FETCH, near=True))
-    end = (await worker.done(1))[3]
+    end = await worker.end_of(replace(FETCH, near=True))
     assert (end.outcome, end.near, bucket.asked["get_into"]) == (Outcome.MISSING, True, 0)
     assert end.detail
 
@@ -176,11 +170,9 @@ async def test_an_upload_does_not_wait_for_a_fetch_that_is_given_up(
 async def test_what_a_fetch_has_just_found_is_not_sent_once(worker: Worker, bucket: Bucket) -> None:
     rig.hold(bucket, 1)
     bucket.answers.set()
-    worker.say(FETCH)
-    assert (await worker.done(1))[3].outcome is Outcome.OK
+    assert (await worker.end_of(FETCH)).outcome is Outcome.OK
     for puts in range(2):
-        worker.say(UPLOAD)
-        assert (await worker.done(1))[1].outcome is Outcome.EXISTS
+        assert (await worker.end_of(UPLOAD)).outcome is Outcome.EXISTS
         assert bucket.asked["put"] == puts, "the second one asks the bucket"
 
 
@@ -190,11 +182,9 @@ async def test_what_was_found_long_ago_may_be_gone(
     monkeypatch.setattr(chain, "_FOUND_S", 0.0)
     rig.hold(bucket, 1)
     bucket.answers.set()
-    worker.say(FETCH)
-    await worker.done(1)
+    await worker.end_of(FETCH)
     await bucket.delete(KEY)
-    worker.say(UPLOAD)
-    assert (await worker.done(1))[1].outcome is Outcome.OK
+    assert (await worker.end_of(UPLOAD)).outcome is Outcome.OK
 
 
 async def test_few_finds_are_remembered(
@@ -204,8 +194,6 @@ async def test_few_finds_are_remembered(
     bucket.answers.set()
     for number in (1, 2):
         rig.hold(bucket, number)
-        worker.say(rig.fetch(3, number=number))
-        await worker.done(1)
-    worker.say(UPLOAD)
-    assert (await worker.done(1))[1].outcome is Outcome.EXISTS
+        await worker.end_of(rig.fetch(3, number=number))
+    assert (await worker.end_of(UPLOAD)).outcome is Outcome.EXISTS
     assert bucket.asked["put"] == 1

@@ -33,7 +33,7 @@ PLAIN, STORED = compressed.plain(DATA), compressed.stored(DATA)
 OTHER = compressed.stored(OTHER_DATA)
 HASH_2 = rig.chunk(2).block_hash
 BAD = STORED[:-1] + bytes([STORED[-1] ^ 1])
-RANGE_BYTES = FORMAT.object_bytes // 4
+PART_BYTES = FORMAT.object_bytes // 4
 
 
 class Bucket(MemoryStore):
@@ -107,16 +107,6 @@ class Bucket(MemoryStore):
         memory.write(data[half:], half)
 
 
-@pytest.fixture
-async def bucket() -> Bucket:
-    return Bucket()
-
-
-@pytest.fixture(params=[0, RANGE_BYTES], ids=["whole", "ranges"])
-def range_bytes(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 @contextlib.asynccontextmanager
 async def serving(
     bucket: MemoryStore, range_bytes: int = 0, hedge_percent: float = 0.0, **settings: Any
@@ -133,8 +123,7 @@ async def fetched(worker: Worker, number: int = 1, data: bytes = b"") -> JobEnd:
     """The end of a fetch, with this payload (or that of the chunk) in its slot if it is a hit."""
     slot = compressed.slot(worker, number)
     slot[:] = bytes(len(slot))
-    worker.say(rig.fetch(number))
-    end = (await worker.done(1))[number]
+    end = await worker.end_of(rig.fetch(number))
     is_right = slot[FORMAT.header_bytes :] == (data or compressed.payload(number))
     assert is_right == (end.outcome is Outcome.OK)
     assert end.nbytes == (FORMAT.object_bytes if is_right else 0)
@@ -147,8 +136,19 @@ def fill(worker: Worker, number: int) -> None:
 
 async def uploaded(worker: Worker, number: int = 1) -> JobEnd:
     fill(worker, number)
-    worker.say(rig.upload(number))
-    return (await worker.done(1))[number]
+    return await worker.end_of(rig.upload(number))
+
+
+async def check_replaced(worker: Worker, bucket: Bucket, reason: str) -> None:
+    """A bad object is a miss for this reason and not read again, until an upload replaces it."""
+    end = await fetched(worker)
+    assert (end.outcome, end.reason) == (Outcome.CORRUPT, reason)
+    reads = bucket.reads.total()
+    end = await fetched(worker)
+    assert (end.outcome, end.reason) == (Outcome.MISSING, "quarantined")
+    assert bucket.reads.total() == reads
+    assert (await uploaded(worker)).outcome is Outcome.OK
+    assert (await fetched(worker)).outcome is Outcome.OK
 
 
 async def compressing_of(worker: Worker) -> dict[str, int]:
@@ -262,13 +262,11 @@ async def test_borrowed_memory_holds_payloads_alone(bucket: Bucket, range_bytes:
         rows[:] = margins[:slab_bytes]
         one = slice(FORMAT.payload_bytes, 2 * FORMAT.payload_bytes)
         rows[one] = DATA
-        worker.say(rig.upload(1))
-        assert (await worker.done(1))[1].outcome is Outcome.OK
+        assert (await worker.end_of(rig.upload(1))).outcome is Outcome.OK
         assert bucket.held() == STORED
         for _ in range(2):
             rows[one] = bytes(FORMAT.payload_bytes)
-            worker.say(rig.fetch(1))
-            end = (await worker.done(1))[1]
+            end = await worker.end_of(rig.fetch(1))
             assert (end.outcome, end.nbytes) == (Outcome.OK, FORMAT.object_bytes)
             assert rows[one] == DATA
         assert rows[: one.start] == margins[: one.start]
@@ -311,15 +309,8 @@ async def test_a_damaged_object_is_a_miss_until_it_is_replaced(
 ) -> None:
     bucket.hold(KEY, BAD)
     async with serving(bucket, range_bytes) as worker:
-        end = await fetched(worker)
-        assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
-        reads = bucket.reads.total()
-        end = await fetched(worker)
-        assert (end.outcome, end.reason) == (Outcome.MISSING, "quarantined")
-        assert bucket.reads.total() == reads
-        assert (await uploaded(worker)).outcome is Outcome.OK
+        await check_replaced(worker, bucket, "digest")
         assert bucket.held() == STORED
-        assert (await fetched(worker)).outcome is Outcome.OK
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -350,7 +341,7 @@ async def test_an_object_that_is_replaced_between_ranges_is_never_mixed(
         bucket.after = [first] * (answered - 1) + [then]
         has_fourth = FORMAT.object_bytes in (len(first), len(then))
         is_mixed = then != first and (answered < 3 or has_fourth)
-        async with serving(bucket, RANGE_BYTES) as worker:
+        async with serving(bucket, PART_BYTES) as worker:
             expected = data if is_mixed else FORMS[first]
             assert (await fetched(worker, data=expected)).outcome is Outcome.OK
             assert bucket.reads[None] == is_mixed
@@ -364,7 +355,7 @@ async def test_ranges_that_name_different_lengths_are_not_used(
     """Although they have one ETag. The object is not blamed."""
     bucket.hold(KEY, data)
     bucket.lengths = [len(data)] * answer + [len(data) - 1]
-    async with serving(bucket, RANGE_BYTES) as worker:
+    async with serving(bucket, PART_BYTES) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
         assert bucket.reads[None] == 1
 
@@ -449,7 +440,7 @@ async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket) ->
     """Although none of its objects is as long as a plain one."""
     bucket.hold(KEY, STORED)
     bucket.serves_ranges = False
-    async with serving(bucket, RANGE_BYTES) as worker:
+    async with serving(bucket, PART_BYTES) as worker:
         for _ in range(3):
             assert (await fetched(worker)).outcome is Outcome.OK
         assert bucket.reads.pop(None) == 3

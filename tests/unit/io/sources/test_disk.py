@@ -24,12 +24,6 @@ from tests.unit.io import rig
 from tests.unit.io.rig import Worker
 from tests.waiting import until
 
-
-@pytest.fixture
-async def bucket() -> MemoryStore:
-    return MemoryStore()
-
-
 Serving = Callable[..., AbstractAsyncContextManager[Worker]]
 
 
@@ -95,8 +89,7 @@ async def until_counted(worker: Worker, **expected: int) -> None:
 
 async def fetched(worker: Worker, number: int = 1) -> JobEnd:
     worker.slot(number)[:] = bytes(rig.FORMAT.object_bytes)
-    worker.say(rig.fetch(number))
-    end: JobEnd = (await worker.done(1))[number]
+    end = await worker.end_of(rig.fetch(number))
     whole = bytes(worker.slot(number)) == rig.sealed(number)
     assert whole == (end.outcome is Outcome.OK)
     return end
@@ -121,8 +114,7 @@ async def test_an_object_of_the_bucket_is_fetched_once_per_host(
 async def test_an_upload_is_not_written_unless_asked(serving: Serving, file: Path) -> None:
     async with serving() as worker:
         worker.fill(1, number=1)
-        worker.say(rig.upload(1))
-        assert (await worker.done(1))[1].outcome is Outcome.OK
+        assert (await worker.end_of(rig.upload(1))).outcome is Outcome.OK
     assert not file.exists()
 
 

@@ -15,6 +15,7 @@ from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.objects.encryption import HEADER_BYTES, SEGMENT_BYTES, Keyring, encrypted_bytes
 from s3kv.place import Place
 from tests.unit.io import rig
+from tests.unit.stores.suite import Recorder
 
 MASTER, OTHER = bytes(range(32)), bytes(range(1, 33))
 LENGTHS = [1, 4096, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 3 * SEGMENT_BYTES + 77]
@@ -37,31 +38,8 @@ def held(data: bytes) -> Place:
 
 
 @pytest.fixture
-def bucket() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
 def store(bucket: MemoryStore) -> EncryptedStore:
     return EncryptedStore(bucket, Keyring([MASTER]))
-
-
-class Told:
-    """A receiver that takes note of what it is told. memory: what it gives."""
-
-    def __init__(self, memory: Place | None) -> None:
-        self.memory = memory
-        self.nbytes: list[int] = []
-        self.right: list[int] = []
-
-    def begin(self, nbytes: int) -> Place | None:
-        self.nbytes.append(nbytes)
-        return self.memory
-
-    def arrived(self, nbytes: int) -> None:
-        self.right.append(nbytes)
-        assert self.memory is not None
-        assert bytes(self.memory)[:nbytes] == DATA[:nbytes]
 
 
 async def read(store: EncryptedStore, nbytes: int, key: str = KEY) -> tuple[int, bytes] | None:
@@ -109,12 +87,12 @@ async def test_header_and_payload_need_not_adjoin(store: EncryptedStore, seam: i
 
 async def test_a_receiver_learns_lengths_of_the_object_inside(store: EncryptedStore) -> None:
     await store.put(KEY, held(DATA), if_absent=True)
-    told = Told(apart(len(DATA)))
+    told = Recorder(apart(len(DATA)))
     await store.get_into(KEY, apart(len(DATA)), told)
-    assert told.nbytes == [len(DATA)]
-    assert told.right
-    assert {*told.right} <= {SEGMENT_BYTES, 2 * SEGMENT_BYTES, 3 * SEGMENT_BYTES, len(DATA)}
-    assert bytes(told.memory or b"") == DATA
+    assert told.begun == [len(DATA)]
+    assert told.seen
+    assert {*map(len, told.seen)} <= {n * SEGMENT_BYTES for n in (1, 2, 3)} | {len(DATA)}
+    told.check(DATA)
 
 
 @pytest.mark.parametrize("room", [1, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 1])
@@ -122,7 +100,7 @@ async def test_an_object_that_is_too_long_is_left_unread(store: EncryptedStore, 
     await store.put(KEY, held(DATA), if_absent=True)
     found = await read(store, room)
     assert found == (len(DATA), bytes(room))
-    told = Told(apart(room))
+    told = Recorder(apart(room))
     info = await store.get_into(KEY, apart(len(DATA)), told)
     assert info is not None
     assert info.nbytes == len(DATA)

@@ -119,11 +119,6 @@ class Bucket(MemoryStore):
             self.running[shard] -= 1
 
 
-@pytest.fixture
-async def bucket() -> Bucket:
-    return Bucket()
-
-
 class Reader:
     """The worker of a rank that shares."""
 

@@ -75,11 +75,6 @@ class Bucket(MemoryStore):
                 self.hold(KEY, self.after.pop(0))  # at once, before the next answer
 
 
-@pytest.fixture
-async def bucket() -> Bucket:
-    return Bucket()
-
-
 @contextlib.asynccontextmanager
 async def fetching(bucket: Bucket, **settings: Any) -> AsyncIterator[Worker]:
     """A process that reads in ranges; it has given back all places in the end."""
@@ -91,8 +86,7 @@ async def fetching(bucket: Bucket, **settings: Any) -> AsyncIterator[Worker]:
 
 
 async def fetched(worker: Worker) -> JobEnd:
-    worker.say(rig.fetch(3, number=1))
-    return (await worker.done(1))[3]
+    return await worker.end_of(rig.fetch(3, number=1))
 
 
 @pytest.mark.parametrize("unit", [1, 4096])
@@ -192,8 +186,7 @@ async def test_an_object_of_another_length(bucket: Bucket, nbytes: int) -> None:
         end = await fetched(worker)
         assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
         bucket.reads.clear()
-        worker.say(rig.fetch(4, number=4))
-        assert (await worker.done(1))[4].outcome is Outcome.MISSING
+        assert (await worker.end_of(rig.fetch(4, number=4))).outcome is Outcome.MISSING
         assert None not in bucket.reads
 
 
@@ -235,8 +228,7 @@ async def test_a_bad_object_tells_of_a_store_without_ranges(bucket: Bucket, nbyt
         assert (await fetched(worker)).outcome is Outcome.CORRUPT
         bucket.reads.clear()
         bucket.failures.clear()
-        worker.say(rig.fetch(4, number=4))
-        assert (await worker.done(1))[4].outcome is Outcome.MISSING
+        assert (await worker.end_of(rig.fetch(4, number=4))).outcome is Outcome.MISSING
         assert (None in bucket.reads) is (nbytes > 0)
 
 
