@@ -6,7 +6,6 @@ With the real client, the real cleaner and its real intervals, on moto and on Ce
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 import time
@@ -20,9 +19,9 @@ import torch
 from lab.constants import changed
 from lab.s3 import moto_process
 from s3kv.config import Config
-from s3kv.library.opening import Opening
 from s3kv.library.tiered_store import TieredStore
 from tests.servers import REAL_SERVERS, REGION, boto_client, set_credentials
+from tests.unit.library.stores import block, hash_of, opening
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1_800)]
 
@@ -37,23 +36,10 @@ HANG_S = 600.0
 """No measure, only the end of a test that hangs."""
 
 
-def hash_of(number: int) -> bytes:
-    return hashlib.sha256(b"%d" % number).digest()
-
-
-def content(number: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return {"kv": torch.randn((1_000, 1_024), generator=generator)}
-
-
 @pytest.fixture(autouse=True)
 def deleted_at_any_age() -> Iterator[None]:
     with changed(bucket_min_age_s=0.0):
         yield
-
-
-def opening(config: Config) -> Opening[TieredStore]:
-    return TieredStore.open(config, shapes=SHAPES, namespace={"model": "soak"})
 
 
 class Bucket:
@@ -117,14 +103,14 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
     async def check(store: TieredStore, number: int) -> bool:
         found = {"kv": torch.empty((1_000, 1_024))}
         hit = await store.get(hash_of(number), found)
-        assert not hit or torch.equal(found["kv"], content(number)["kv"]), f"block {number}"
+        assert not hit or torch.equal(found["kv"], block(number, SHAPES)["kv"]), f"block {number}"
         return hit
 
-    async with opening(config) as one, opening(config) as two:
+    async with opening(config, shapes=SHAPES) as one, opening(config, shapes=SHAPES) as two:
         for first in range(0, BLOCKS, 50):
             for number in range(first, first + 50):
                 store = (one, two)[number % 2]
-                assert await store.put(hash_of(number), content(number), wait=True)
+                assert await store.put(hash_of(number), block(number, SHAPES), wait=True)
             for _ in range(4):
                 await check(one, draw.randrange(first + 50))
                 await check(two, draw.randrange(first + 50))

@@ -109,8 +109,7 @@ class SlowThreads(ThreadPoolExecutor):
 
 
 def gated_threads() -> threading.Event:
-    """Give the running loop threads that begin nothing while the gate that is returned is shut."""
+    """Give the running loop threads that begin nothing before the gate that is returned is open."""
     gate = threading.Event()
-    gate.set()
     SlowThreads(lambda: partial(gate.wait, 30))
     return gate

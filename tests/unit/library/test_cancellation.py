@@ -21,7 +21,6 @@ async def store(config: Config) -> AsyncIterator[TieredStore]:
 async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:
     """`CancelledError` arrives at the timeout that has asked for it, one or two of them."""
     gate = gated_threads()
-    gate.clear()
     opening = asyncio.get_running_loop().call_later(0.2, gate.set)
     with pytest.raises(TimeoutError):  # noqa: PT012 the timeouts are what is tried
         async with asyncio.timeout(0.1):

@@ -20,7 +20,6 @@ KEY = ChunkKey(0, b"key")
 
 async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancelled() -> None:
     gate = gated_threads()
-    gate.clear()
     work = in_thread(partial(str, 5))
     call = asyncio.create_task(carried(work))
     for _ in range(3):
@@ -38,7 +37,6 @@ async def test_work_that_fails_in_a_cancelled_call_is_told_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = gated_threads()
-    gate.clear()
     work = in_thread(partial(int, "no number"))
     call = asyncio.create_task(carried(work))
     await asyncio.sleep(0.001)
