@@ -49,7 +49,7 @@ def _statement(statement: dict[str, Any], everybody: bool) -> Iterator[str]:
         yield f"has {', '.join(sorted(unknown))}"
         return
     allows = statement["Effect"] == "Allow"
-    actions = _listed(statement["Action"])
+    actions = listed(statement["Action"])
     if allows:
         yield from (f"allows {action}" for action in actions if "*" in action)
         if statement.get("Principal") == "*" and not everybody:
@@ -57,7 +57,7 @@ def _statement(statement: dict[str, Any], everybody: bool) -> Iterator[str]:
     known = [match for action in actions for match in _matching(action)]
     yield from (f"{action} does not exist" for action in actions if not list(_matching(action)))
     if "Resource" in statement:
-        yield from _resources(known, _listed(statement["Resource"]), allows)
+        yield from _resources(known, listed(statement["Resource"]), allows)
     for operator, keys in statement.get("Condition", {}).items():
         if not _OPERATOR.fullmatch(operator):
             yield f"{operator} is no operator"
@@ -67,7 +67,7 @@ def _statement(statement: dict[str, Any], everybody: bool) -> Iterator[str]:
                 yield f"{key} is no condition of {' or '.join(actions)}"
 
 
-def _listed(value: str | list[str]) -> list[str]:
+def listed(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.system.infra.iam_lint import listed
 from tests.system.infra.terraform import Plan
 
 TLS = {"aws:SecureTransport": "true", "s3:TlsVersion": "1.3"}
@@ -28,18 +29,14 @@ def denied_by(
         statement["Sid"]
         for statement in policy["Statement"]
         if statement["Effect"] == "Deny"
-        and any(fnmatchcase(action, pattern) for pattern in _listed(statement["Action"]))
-        and any(fnmatchcase(arn, pattern) for pattern in _listed(statement["Resource"]))
+        and any(fnmatchcase(action, pattern) for pattern in listed(statement["Action"]))
+        and any(fnmatchcase(arn, pattern) for pattern in listed(statement["Resource"]))
         and all(
             _holds(operator, context.get(name), value)
             for operator, keys in statement["Condition"].items()
             for name, value in keys.items()
         )
     }
-
-
-def _listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
 
 
 def _holds(operator: str, told: str | None, value: str) -> bool:

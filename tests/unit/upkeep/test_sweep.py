@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
 from s3kv.upkeep import sweep as sweeping
 from s3kv.upkeep.sweep import Sweep
+from tests.unit.cli.conftest import chunk
 
 OLD, NEW = Namespace("s3kv", "a" * 32), Namespace("s3kv", "b" * 32)
 OTHERS = (
@@ -62,10 +62,6 @@ class Bucket(MemoryStore):
 
     async def keys(self) -> set[str]:
         return {info.key async for info in self.list("")}
-
-
-def chunk(place: Namespace, number: int) -> str:
-    return place.chunk(ChunkKey(0, hashlib.sha256(bytes([number])).digest()), "h0-7of8-l0-31of32")
 
 
 async def sweep(bucket: MemoryStore, **options: Any) -> Sweep:

@@ -24,14 +24,11 @@ from s3kv.stores.store import UNREADABLE
 from s3kv.types import TensorSpec
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from tests.unit.io import rig
+from tests.unit.stores.test_disk import wanted
 
 MASTER, OTHER = bytes(range(32)), bytes(range(1, 33))
 KEY = rig.object_key(1)
 DATA = random.Random(1).randbytes(2 * SEGMENT_BYTES + 77)
-
-
-def wanted() -> bool:
-    return False
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from s3kv.stores.http.exchange import Request
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.threads import ThreadedPool, threads_on
 from tests import servers
-from tests.unit.stores.http.test_pool import GET, Reader, Writer, ok, patience
+from tests.unit.stores.http.test_pool import GET, Reader, Writer, ok, patience, silence
 from tests.unit.stores.suite import Recorder
 
 
@@ -95,11 +95,7 @@ async def test_a_cancelled_request_has_ended_when_its_caller_goes_on(part: bytes
 
 async def test_a_request_that_waits_for_a_connection_ends_with_the_pool() -> None:
     """The server never answers to TLS."""
-
-    async def silent(reader: Reader, writer: Writer) -> None:
-        await reader.read()
-
-    async with servers.scripted_server(silent) as port:
+    async with servers.scripted_server(silence) as port:
         pool = threaded(port, 1, ssl.create_default_context())
         asking = asyncio.create_task(pool.request(GET))
         await asyncio.sleep(0.05)
