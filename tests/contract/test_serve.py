@@ -16,6 +16,7 @@ from s3kv.cli.configure import offloading_connector
 from s3kv.config import Config
 from s3kv.connectors.plugin import register
 from s3kv.connectors.tier_setup import REPLACED, parse_settings
+from tests.project import plant
 from tests.versions import serve_parser
 
 
@@ -67,12 +68,8 @@ def test_a_model_is_multi_modal_by_its_file(
     assert serve.is_multi_modal("team/model", {}) is None
     assert serve.is_multi_modal("s3://bucket/model", {}) is None
     repository = tmp_path / "models--team--model"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("abc")
-    file = repository / "snapshots" / "abc" / "config.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(config)
-    assert serve.is_multi_modal(str(file.parent), {}) is expected
+    plant(repository, {"refs/main": "abc", "snapshots/abc/config.json": config})
+    assert serve.is_multi_modal(str(repository / "snapshots" / "abc"), {}) is expected
     assert serve.is_multi_modal("team/model", {}) is expected
     assert serve.is_multi_modal("team/model", {"--language-model-only": ""}) is False
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project import ROOT
+from tests.project import ROOT, plant
 
 CALLS = {
     "the command line": "import vllm_s3kv; vllm_s3kv.main()",
@@ -75,8 +75,7 @@ def test_a_distribution_whose_files_lie_among_ours(
 
 def test_a_package_before_ours_on_the_path(ours: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
-    (theirs / "s3kv").mkdir(parents=True)
-    (theirs / "s3kv" / "__init__.py").write_text("raise RuntimeError('theirs was imported')\n")
+    plant(theirs, {"s3kv/__init__.py": "raise RuntimeError('theirs was imported')\n"})
     done = start(CALLS["the command line"], theirs, ours)
     assert done.returncode == 2
     assert f"another package s3kv ({theirs / 's3kv'}) before that of vllm-s3kv" in done.stderr
@@ -85,8 +84,7 @@ def test_a_package_before_ours_on_the_path(ours: Path, tmp_path: Path) -> None:
 
 def test_vllm_logs_it_and_starts_without_us(ours: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
-    (theirs / "s3kv").mkdir(parents=True)
-    (theirs / "s3kv" / "__init__.py").touch()
+    plant(theirs, {"s3kv/__init__.py": ""})
     done = start("import vllm_s3kv; vllm_s3kv.register()", theirs, ours)
     assert done.returncode == 0, done.stderr
     assert "another package s3kv" in done.stderr

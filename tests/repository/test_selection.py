@@ -10,7 +10,7 @@ import pytest
 
 from tests import changes
 from tests.nightly import cut, minutes
-from tests.project import ROOT
+from tests.project import ROOT, plant
 
 
 @pytest.fixture
@@ -35,15 +35,9 @@ def git(folder: Path, *arguments: str, at_h: int = 0) -> None:
 
 
 def commit(folder: Path, name: str, at_h: int = 0) -> None:
-    write(folder, name)
+    plant(folder, {name: name})
     git(folder, "add", "--all")
     git(folder, "commit", "--message", name, at_h=at_h)
-
-
-def write(folder: Path, name: str) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(name)
 
 
 def run_for(checkout: Path) -> set[str]:
@@ -74,9 +68,9 @@ def test_on_a_branch_all_commits_and_all_edits_count(checkout: Path) -> None:
     commit(checkout, "mkdocs.yml")
     commit(checkout, "s3kv/worker/outbox.py")
     assert run_for(checkout) == {"tests/system/site"}
-    write(checkout, "tests/system/infra/test_new.py")
+    plant(checkout, {"tests/system/infra/test_new.py": "new"})
     assert run_for(checkout) == {"tests/system/site", "tests/system/infra"}
-    write(checkout, "Makefile")
+    plant(checkout, {"Makefile": "new"})
     assert run_for(checkout) == set(changes.PARTS)
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from s3kv.cli import serve
 from s3kv.cli.app import cli
-from tests.project import ROOT
+from tests.project import ROOT, plant
 from tests.unit.cli.conftest import refused
 
 GPU, CPU = "0.32.0", "0.32.0+cpu"
@@ -27,9 +27,7 @@ SET = ("--bucket", "my-bucket", "--host-bytes", "1GiB", "--no-encoder-outputs")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, which Python searches first for distributions. It has three models."""
-    for name, config in MODELS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(config)
+    plant(tmp_path, {f"{name}/config.json": config for name, config in MODELS.items()})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serve, "multi_modal_architectures", lambda: {"Llava"})
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,9 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def install(folder: Path, version: str) -> None:
     """The distribution of a vLLM, without its code."""
-    told = folder / "vllm-0.dist-info" / "METADATA"
-    told.parent.mkdir()
-    told.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    told = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    plant(folder, {"vllm-0.dist-info/METADATA": told})
 
 
 def run(*arguments: str) -> Result:
@@ -255,11 +252,10 @@ def test_which_vllm_runs_on_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(any(metadata.distributions(name="vllm")), reason="runs the script of vLLM")
 def test_vllm_takes_the_place_of_this_process(tmp_path: Path) -> None:
     """Its signals and its exit code are vLLM's."""
-    module = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
-    module.parent.mkdir(parents=True)
-    for package in (tmp_path / "vllm", module.parent.parent, module.parent):
-        (package / "__init__.py").touch()
-    module.write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    packages = ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai")
+    server = "import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)"
+    plant(tmp_path, {f"{package}/__init__.py": "" for package in packages})
+    plant(tmp_path, {f"{packages[-1]}/api_server.py": server})
     process = subprocess.Popen(
         [sys.executable, "-m", "s3kv.cli", "serve", ".", *SET, "--port", "1"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
