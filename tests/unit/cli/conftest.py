@@ -30,6 +30,10 @@ def chunk(place: Namespace, number: int) -> str:
     return place.chunk(ChunkKey(0, block_hash(number)), SHARD)
 
 
+def put(boto: Any, key: str, data: bytes) -> None:
+    boto.put_object(Bucket=servers.BUCKET, Key=key, Body=data)
+
+
 def left(boto: Any, bucket: str = servers.BUCKET) -> set[str]:
     """The keys that are in the bucket."""
     return {one["Key"] for one in boto.list_objects_v2(Bucket=bucket).get("Contents", ())}

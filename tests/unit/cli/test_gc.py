@@ -15,14 +15,14 @@ from lab.proxy import proxy
 from s3kv.objects.keys import Namespace
 from tests import servers
 from tests.project import ROOT
-from tests.unit.cli.conftest import Run, chunk, left
+from tests.unit.cli.conftest import Run, chunk, left, put
 
 OLD = Namespace("s3kv", "a" * 32)
 
 
 def fill(boto: Any, count: int = 12) -> None:
     for number in range(count):
-        boto.put_object(Bucket=servers.BUCKET, Key=chunk(OLD, number), Body=b"x" * 1000)
+        put(boto, chunk(OLD, number), b"x" * 1000)
 
 
 def test_the_command(run: Run, boto: Any) -> None:
@@ -44,7 +44,7 @@ def test_one_namespace_is_emptied_and_the_others_stay(run: Run, boto: Any) -> No
     fill(boto)
     other = Namespace("s3kv", "b" * 32)
     for key in (OLD.manifest, other.manifest, chunk(other, 0)):
-        boto.put_object(Bucket=servers.BUCKET, Key=key, Body=b"{}")
+        put(boto, key, b"{}")
     assert run("gc", "aaaa", "--max-bytes", "0").exit_code == 2, "more than half of its bytes"
     assert run("gc", "aaaa", "--max-bytes", "0", "--yes").exit_code == 0
     assert len(left(boto)) == 2

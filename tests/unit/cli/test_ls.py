@@ -11,8 +11,7 @@ import pytest
 from s3kv.cli.walk import AGES
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.types import ChunkKey
-from tests import servers
-from tests.unit.cli.conftest import Run, refused
+from tests.unit.cli.conftest import SHARD, Run, put, refused
 
 HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256}
 FULL = {"model": {"name": "m@main", "dtype": "float"}, "chunk_tokens": 256}
@@ -23,17 +22,14 @@ NAMELESS = Namespace("s3kv", "f" * 32)
 
 @pytest.fixture(autouse=True)
 def filled(boto: Any) -> None:
-    def put(key: str, data: bytes) -> None:
-        boto.put_object(Bucket=servers.BUCKET, Key=key, Body=data)
-
-    put(HALVES.manifest, canonical_json(HALF))
-    put(FULLS.manifest, canonical_json(FULL))
-    put(NAMELESS.manifest, canonical_json(HALF))  # not what the name is a digest of
+    put(boto, HALVES.manifest, canonical_json(HALF))
+    put(boto, FULLS.manifest, canonical_json(FULL))
+    put(boto, NAMELESS.manifest, canonical_json(HALF))  # not what the name is a digest of
     for number in range(30):
-        put(HALVES.chunk(ChunkKey(number % 2, bytes([number])), "h0-7of8-l0-31of32"), b"1" * 10)
-    put(FULLS.chunk(ChunkKey(0, b"x"), "h0-7of8-l0-31of32"), b"1" * 100)
-    put(f"{HALVES.root}somebody-elses", b"1" * 1000)
-    put("s3kv/v3/no-namespace/x", b"1" * 1000)
+        put(boto, HALVES.chunk(ChunkKey(number % 2, bytes([number])), SHARD), b"1" * 10)
+    put(boto, FULLS.chunk(ChunkKey(0, b"x"), SHARD), b"1" * 100)
+    put(boto, f"{HALVES.root}somebody-elses", b"1" * 1000)
+    put(boto, "s3kv/v3/no-namespace/x", b"1" * 1000)
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -127,7 +123,7 @@ def test_what_lies_next_to_a_mistyped_prefix_is_told(run: Run, command: tuple[st
 
 
 def test_what_lies_next_to_it_need_not_be_a_cache(run: Run, boto: Any) -> None:
-    boto.put_object(Bucket=servers.BUCKET, Key="team/models/x", Body=b"")
+    put(boto, "team/models/x", b"")
     told = run("ls", "--prefix", "team/s3kv").stderr
     assert told.endswith("next to it: 'team/models/'\n")
     assert run("ls", "--prefix", "teams/s3kv").stderr.endswith("next to it: nothing\n")

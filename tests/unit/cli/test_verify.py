@@ -20,9 +20,8 @@ from s3kv.objects.keys import ChunkAddress, Namespace, canonical_json, fingerpri
 from s3kv.place import Place
 from s3kv.stores.store import Receiver
 from s3kv.types import ChunkKey, TensorSpec
-from tests import servers
 from tests.system.forms import flipped
-from tests.unit.cli.conftest import SHARD, Run, block_hash, chunk, left
+from tests.unit.cli.conftest import SHARD, Run, block_hash, chunk, left, put
 
 SECRET = "0123456789abcdef-secret"
 FINGERPRINT = {"integrity": {"mode": "xxh3"}}
@@ -54,10 +53,6 @@ def compressed(number: int, tensors: tuple[TensorSpec, ...] = (TEXT,)) -> bytes:
     pieces = Envelope(layout).encode(place, block_hash(number), codec, lambda: False)
     assert pieces is not None
     return b"".join(pieces)
-
-
-def put(boto: Any, key: str, data: bytes) -> None:
-    boto.put_object(Bucket=servers.BUCKET, Key=key, Body=data)
 
 
 def fill(boto: Any, bad: dict[int, bytes]) -> None:
