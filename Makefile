@@ -43,7 +43,7 @@ test: $(STAMP) ## the unit and contract tests, and the engine tests that matter 
 test-all: $(STAMP) ## every test but the nightly ones: what CI runs; ALL=1 with those of parts that are unchanged
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m '(long or not long) and not nightly' $(if $(ALL),--all-parts) $(ARGS)
 
-test-matrix: $(VERSION:%=test-matrix-%) ## what holds s3kv to its host on every version of vLLM, or VERSION=0.31: 8 minutes and 4 GB each; writes what docs/compatibility.md shows
+test-matrix: $(VERSION:%=test-matrix-%) ## what holds s3kv to its host on every version of vLLM, or VERSION=0.31: half an hour and 4 GB each; writes what docs/compatibility.md shows
 
 .PRECIOUS: .venvs/%/.installed
 test-matrix-%: .venvs/%/.installed
