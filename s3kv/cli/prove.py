@@ -111,9 +111,9 @@ def prove(
     the codes that are planted in the prompts. Each arm starts an engine with the OPTIONS OF
     VLLM. Objects are under PREFIX/prove/ID, and are deleted at the end.
     """
-    for file in filter(None, (json_file, html_file)):
-        if not file.absolute().parent.is_dir():
-            raise ConfigError(f"the folder of {str(file)!r} does not exist: make it")
+    for option, file in (("--json", json_file), ("--html", html_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{option} is {str(file)!r}: its folder does not exist")
     server_of(model)
     given = given_options(options)
     refuse_connectors(given)

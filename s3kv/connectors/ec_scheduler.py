@@ -247,9 +247,10 @@ class ECSchedulerSide(Guarded):
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
         self._has_polled = False
-        if pause_s := self._linger.pause_s(output, waits=self.planner.ledger.fetches_inflight > 0):
+        ledger = self.planner.ledger
+        if pause_s := self._linger.pause_s(output, lambda: ledger.fetches_inflight > 0):
             self._poll(pause_s)
-        self._telemetry.log(self.planner.ledger, time.monotonic())
+        self._telemetry.log(ledger, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)

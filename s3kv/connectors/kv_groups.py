@@ -87,8 +87,7 @@ def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
     layers = [] if kv_cache_config is None else layers_of(kv_cache_config)
     if any(getattr(layer, "non_causal", False) for layer in layers):
         raise UnsupportedError(
-            "tokens of this model attend to later ones, so no prefix has KV of its own. Run it "
-            "without s3kv"
+            "the model's tokens attend to later ones, so no prefix has own KV. Run it without s3kv"
         )
     pooler = vllm_config.model_config.pooler_config
     if pooler is not None and pooler.seq_pooling_type in ("MEAN", "CLS"):

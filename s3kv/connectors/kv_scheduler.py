@@ -252,8 +252,7 @@ class SchedulerSide(Guarded):
         self.planner.bar(self._hashes.take_barred())
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), *written_blocks(output))
-        waits = output.total_num_scheduled_tokens == 0 and self.planner.has_arrivals_inflight
-        if pause_s := self._linger.pause_s(output, waits=waits):
+        if pause_s := self._linger.pause_s(output, lambda: self.planner.has_arrivals_inflight):
             plan = replace(plan, linger_s=pause_s)
         self._events.read()
         self._telemetry.log(self.planner.ledger, time.monotonic())

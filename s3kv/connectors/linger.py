@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ class Linger:
         self._longest_s = 0.0 if in_lockstep else longest_s
         self._was_idle = False
 
-    def pause_s(self, output: SchedulerOutput, *, waits: bool) -> float:
-        """The pause in the step of `output`. waits: whether a request waits for an arrival."""
+    def pause_s(self, output: SchedulerOutput, waits: Callable[[], bool]) -> float:
+        """The pause in the step of `output`. waits: whether a request waits; called if idle."""
         idle, was_idle = output.total_num_scheduled_tokens == 0, self._was_idle
         self._was_idle = idle
         # Two idle steps, because the previous one may still run while this one is planned.
-        return self._longest_s if idle and was_idle and waits else 0.0
+        return self._longest_s if idle and was_idle and waits() else 0.0

@@ -138,7 +138,7 @@ class HostTier:
         again."""
         self.ledger.unsaved.hit(key)
         self.ledger.index.use(key, time.monotonic())
-        if self.ledger.unsaved.wanted or self.ledger.index.due:  # now: `due` holds a few only
+        if self.ledger.unsaved.wanted or self.ledger.index.due:  # now, as `due` holds only a few
             self._start_due()
 
     # --- from host memory ------------------------------------------------------------------

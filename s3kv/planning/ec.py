@@ -261,7 +261,7 @@ class ECPlanner:
     def _save(self, wanted: Wanted, now_s: float) -> None:
         state, verdict = self.ledger.state(wanted.key), self.ledger.index.verdict
         is_known = state is ChunkState.RESIDENT or verdict(wanted.key, now_s)
-        # Who does not load is told nothing of what the bucket has deleted since: hence the verdict.
+        # An engine that does not load never learns of deletions, so an old answer does not count.
         if is_known and state is not ChunkState.FETCHING:
             return
         self.counters["saves"] += 1

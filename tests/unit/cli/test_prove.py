@@ -109,7 +109,7 @@ def test_the_bucket_is_cleaned_however_it_ends(run: Run, boto: Any, arms: dict[s
     ("options", "text"),
     [
         (["--arms", "off,coldd"], "--arms has coldd: allowed are off"),
-        (["--html", "nowhere/proof.html"], "the folder of 'nowhere/proof.html' does not exist"),
+        (["--html", "nowhere/proof.html"], "--html is 'nowhere/proof.html': its folder"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config is set"),
         (["--connector-json", "{"], "--connector-json is not JSON"),
         (["--connector-json", "[]"], "--connector-json has no kv_connector"),
