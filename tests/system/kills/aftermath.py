@@ -63,13 +63,16 @@ def check_objects(
     s3: S3Server,
     bucket: str,
     check: Callable[[ChunkAddress, memoryview], None] = lambda address, payload: None,
+    decrypt: Callable[[str, bytes], tuple[str, bytes]] = lambda name, data: (name, data),
 ) -> int:
     """Every object is whole, and what its key says. Returns how many there are.
 
-    check: looks at the payloads.
+    check: looks at the payloads. decrypt: the key and the bytes of the object inside of an
+    encrypted one, and any other as it is.
     """
     count = 0
-    for name, data in s3.contents(bucket).items():
+    for stored in s3.contents(bucket).items():
+        name, data = decrypt(*stored)
         address = keys.parse(name)
         if address is None:
             continue

@@ -1,5 +1,5 @@
 """An engine process to be killed: `python -m tests.system.kills.engine ENDPOINT BUCKET SEED
-COMPRESS`.
+SETTINGS`.
 
 The planner and the small engine of `tests/unit/planning` over two worker processes, each with an
 I/O process, all of them real; requests without end. Says in JSON lines what has happened so far,
@@ -167,12 +167,9 @@ class Life:
 
 
 def main() -> None:
-    endpoint, bucket, seed, compress = sys.argv[1:]
+    endpoint, bucket, seed, settings = sys.argv[1:]
     config = Config(
-        bucket=bucket,
-        endpoint_url=endpoint,
-        request_timeout_ms=5_000,
-        compress=compress,  # type: ignore[arg-type]
+        bucket=bucket, endpoint_url=endpoint, request_timeout_ms=5_000, **json.loads(settings)
     )
     life = Life(config, random.Random(int(seed)))
     life.tell()

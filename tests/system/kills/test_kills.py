@@ -2,8 +2,8 @@
 
 An engine process with two workers and their I/O processes serves from one bucket, life after life.
 In every life I/O processes are killed, and in the end a worker or the engine. Most lives compress
-what they save. Each checks the bytes of everything it loads; between lives every object in the
-bucket is verified.
+what they save, and some encrypt it. Each checks the bytes of everything it loads; between lives
+every object in the bucket is verified.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,14 @@ import pytest
 
 from lab.constants import changed, environment
 from lab.s3 import S3Server, moto_process
+from s3kv.config import KEYS_VARIABLE
+from s3kv.objects import keys
 from s3kv.objects.keys import ChunkAddress
+from s3kv.types import ChunkKey
 from tests.system.kills.aftermath import check_objects, processes_marked, shared_files, slabs
 from tests.system.kills.prompts import dictionary
 from tests.system.kills.worker import PADDING_BYTES, SETUP, shard
+from tests.system.sim.encrypting import NEW, OLD, Names, Secrets
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -38,6 +44,26 @@ LIVES_AND_IO_KILLS = [(5, 18), pytest.param(5, 19, marks=pytest.mark.long)]
 NIGHTLY = (100, 370)
 
 PROGRESS = ("fetch OK", "upload OK")
+CONSTANTS = {"least_compressed_bytes": 1, "encrypted_segment_bytes": 40_000}
+"""What is uploaded can be compressed, and has several encrypted segments if it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a life saves. It decodes what others have compressed in any case, and decrypts what is
+    under its secrets."""
+
+    compress: str
+    secrets: Secrets = ()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        encryption = "aes-gcm" if self.secrets else "off"
+        return {"compress": self.compress, "encryption": encryption}
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Form:
+        return cls(rng.choice(["on", "on", "off"]), rng.choice([(), (NEW, OLD), (OLD,)]))
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +76,17 @@ def s3() -> Iterator[S3Server]:
 class Victim:
     """One life of the engine, seen from outside."""
 
-    def __init__(self, s3: S3Server, seed: int, log_path: Path, compress: str) -> None:
+    def __init__(self, s3: S3Server, seed: int, log_path: Path, form: Form) -> None:
         self.marker = f"S3KV_VICTIM={uuid.uuid4().hex}"
         self.log_path = log_path
         name, _, value = self.marker.partition("=")
-        constants = environment({"least_compressed_bytes": 1}, str(ROOT))
-        env = {**os.environ, **s3.env, **constants, name: value}
+        env = {**os.environ, **s3.env, **environment(CONSTANTS, str(ROOT)), name: value}
+        env[KEYS_VARIABLE] = "\n".join(secret.hex() for secret in form.secrets)
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tests.system.kills.engine"),
-                    *(str(s3.url), BUCKET, str(seed), compress),
+                    *(str(s3.url), BUCKET, str(seed), json.dumps(form.settings)),
                 ],
                 cwd=ROOT,
                 env=env,
@@ -123,13 +149,14 @@ class Run:
         self._directory = directory
         self._rng = random.Random(seed)
         self._words = dictionary()
+        self._names = Names(CONSTANTS["encrypted_segment_bytes"], pytest.fail)
         self.kills = 0
 
     def live(self, number: int, io_kills: int) -> None:
         rng = self._rng
         self._lose_half()
         log_path = self._directory / f"life-{number}.log"
-        victim = Victim(self._s3, rng.randrange(2**32), log_path, self._draw_form())
+        victim = Victim(self._s3, rng.randrange(2**32), log_path, Form.draw(rng))
         try:
             victim.wait_for_progress()
             for _ in range(io_kills):
@@ -145,14 +172,21 @@ class Run:
             victim.close()
         self._check_objects()
 
-    def _draw_form(self) -> str:
-        """Whether a life compresses what it saves; it decodes what others have saved in any
-        case."""
-        return self._rng.choice(["on", "on", "off"])
-
     def _check_objects(self) -> int:
-        with changed(least_compressed_bytes=1):
-            return check_objects(self._s3, BUCKET, self._check_payload)
+        with changed(**CONSTANTS):
+            return check_objects(self._s3, BUCKET, self._check_payload, self._decrypt)
+
+    def _decrypt(self, name: str, data: bytes) -> tuple[str, bytes]:
+        address = keys.parse(name)
+        if address is None or not address.is_encrypted:
+            return name, data
+        if self._names.object_of(name) == name:  # the first one of its namespace
+            for block_hash, rank in product(self._words.hashes, range(SETUP.world_size)):
+                chunk = ChunkKey(address.key.group, block_hash)
+                self._names.of(address.namespace.chunk(chunk, shard(rank).name), (NEW, OLD))
+        opened = self._names.opened(name, data)
+        assert opened is not None, f"{name}, {len(data)} bytes, does not decrypt"
+        return self._names.object_of(name), opened
 
     def _kill_io_process(self, victim: Victim) -> None:
         time.sleep(self._rng.uniform(0.0, 0.3))
@@ -201,7 +235,7 @@ class Run:
     def end_well(self) -> None:
         """After all that: one life that is not killed, and has nothing left at its end."""
         log_path = self._directory / "last.log"
-        victim = Victim(self._s3, self._rng.randrange(2**32), log_path, "on")
+        victim = Victim(self._s3, self._rng.randrange(2**32), log_path, Form("on", (NEW, OLD)))
         try:
             wait_until("it loads from the bucket", lambda: victim.count("hit_tokens_bucket") > 0)
             assert victim.process.stdin is not None
@@ -214,8 +248,9 @@ class Run:
         finally:
             victim.close()
         assert self._check_objects() > 0
-        shortest = min(self._s3.objects(BUCKET).values())
-        assert shortest < PADDING_BYTES, "some are compressed"
+        objects = self._s3.objects(BUCKET)
+        assert min(objects.values()) < PADDING_BYTES, "some are compressed"
+        assert any(".encrypted." in name for name in objects), "some are encrypted"
 
 
 def run(s3: S3Server, directory: Path, lives: int, io_kills: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -164,6 +164,11 @@ class Dictionary(Prefixes):
         for token in prompt:
             self.extend(chain, token)
         return chain
+
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """Of all prefixes."""
+        return self._of_hash
 
     def covered(self, block_hash: bytes) -> list[int]:
         """The prefix ids of the tokens that a hash covers; none for a salted hash."""
