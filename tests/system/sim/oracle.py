@@ -158,12 +158,15 @@ class FleetOracle:
         if order.kind is JobKind.USE:
             self._use_ended(order, done, connection)
             return
-        if done.outcome is Outcome.CANCELLED and connection.fetching[order.object_key]:
-            # One rank still fetches what others have, and is told to fetch it again: what goes on,
-            # and what the bucket has said, may be the other job's.
+        # Where a rank still fetches what others have, or a save in a fetch's place has failed, a
+        # chunk is fetched again: what goes on, and what the bucket has said, may be the other's.
+        is_beside = connection.fetching[order.object_key] > 0
+        if done.outcome is Outcome.CANCELLED and is_beside:
             self.seen["cancelled beside another fetch"] += 1
             return
         noted = order.object_key if order.kind is JobKind.FETCH else WRITE + order.object_key
+        is_mixed = noted in connection.mixed
+        connection.mixed -= {noted}
         said = connection.answers.pop(noted, [])
         others = self._of_others(order, connection)
         self.seen[f"service {order.kind.value} {done.outcome.name} {done.reason}"] += 1
@@ -172,12 +175,15 @@ class FleetOracle:
         if done.seconds > self._requests * self._reads * REQUEST_BOUND_S + connection.frozen_s:
             self.accuse(f"{what}, took {done.seconds} s")
         under_way = connection.busy if order.kind is JobKind.FETCH else connection.writing
-        if any(under_way[key] for key in (order.object_key, *others)):
+        if order.kind is JobKind.FETCH and is_beside:
+            self.seen["ended beside another fetch"] += 1
+            connection.mixed.add(noted)
+        elif any(under_way[key] for key in (order.object_key, *others)):
             self.accuse(f"{what}, has ended, and its request goes on")
         self.seen["bad shards of others"] += any("bad" in answers for answers in others.values())
         if len(said) > self._answers:
             self.accuse(f"{what}, was tried {len(said)} times")
-        if not self._is_true(order, done, said, others, connection):
+        if not is_mixed and not self._is_true(order, done, said, others, connection):
             self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said} {others}")
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             self._check_fetched(what, order, slab)

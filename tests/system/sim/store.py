@@ -172,6 +172,8 @@ class Connection:
         """Keys of compressed objects that were read; for the oracle, which clears it."""
         self.fetching: Counter[str] = Counter()
         """Fetches that its process has been told and has not ended, by key."""
+        self.mixed: set[str] = set()
+        """Keys under which a fetch has ended beside another one, and may have taken its answers."""
         self.found: set[str] = set()
         """Keys whose last fetch was good. An upload that follows needs no answer of its own."""
         self.quarantined: dict[str, float] = {}
