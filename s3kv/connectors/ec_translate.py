@@ -57,7 +57,7 @@ def item_dtype(vllm_config: VllmConfig) -> str:
 def worker_rendezvous(vllm_config: VllmConfig, tp_rank: int) -> str:
     """The name of the rendezvous at which a worker that loads waits for the slab."""
     engine_id = vllm_config.ec_transfer_config.engine_id
-    return rendezvous(engine_id, vllm_config.parallel_config.data_parallel_rank, tp_rank)
+    return rendezvous(engine_id, vllm_config.parallel_config.data_parallel_index, tp_rank)
 
 
 def wanted(

@@ -36,7 +36,7 @@ def vllm_config(**changes: Any) -> Any:
         "is_moe": False,
         "prefill_context_parallel_size": 1,
     } | changes
-    everything = SimpleNamespace(**tree, data_parallel_rank=0)
+    everything = SimpleNamespace(**tree, data_parallel_index=0)
     model = SimpleNamespace(**tree, multimodal_config=None if "text_only" in tree else everything)
     return SimpleNamespace(
         model_config=model,

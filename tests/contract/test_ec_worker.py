@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import vllm.distributed.parallel_state as parallel_state
+from vllm.config import ParallelConfig
 
 from s3kv.config import Config
 from s3kv.connectors import ec_worker
@@ -83,7 +84,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 VLLM_CONFIG: Any = SimpleNamespace(
     model_config=SimpleNamespace(dtype=torch.bfloat16),
     device_config=SimpleNamespace(device_type="cpu"),
-    parallel_config=SimpleNamespace(data_parallel_rank=0),
+    parallel_config=SimpleNamespace(data_parallel_index=0),
     ec_transfer_config=SimpleNamespace(engine_id=uuid.uuid4().hex),
 )
 
@@ -182,3 +183,18 @@ def test_two_engines_with_one_id_are_told_apart(make: Make) -> None:
     make(may_load=True)
     with pytest.raises(ConfigError, match="engine_id is"):
         make(may_load=True)
+
+
+def test_data_parallel_ranks_of_one_id_do_not_meet() -> None:
+    """vLLM runs those of a dense model as engines with rank 0, and leaves them the same id."""
+
+    def names(index: int) -> set[str]:
+        parallel = ParallelConfig(data_parallel_size=2)
+        parallel.data_parallel_index = index  # as `EngineCoreProc.run_engine_core`
+        parallel.reconfigure_for_independent_dp_rank()
+        config: Any = SimpleNamespace(
+            parallel_config=parallel, ec_transfer_config=VLLM_CONFIG.ec_transfer_config
+        )
+        return {worker_rendezvous(config, rank) for rank in range(2)}
+
+    assert len(names(0) | names(1)) == 4
