@@ -132,8 +132,6 @@ class ECWorkerSide(Guarded):
         """Carry out the plan's loads to the engine's encoder cache. Raises `RuntimeError` if an
         item cannot be copied."""
         for load in self._loads:
-            if load.identifier in cache:
-                continue
             if self._loads_from is None:
                 raise RuntimeError(
                     f"s3kv: {load.identifier} was promised without a slab to load it from. This "

@@ -155,24 +155,44 @@ def test_one_rank_saves_and_counts(make: Make, place: dict[str, int]) -> None:
     assert side._outbox is None
 
 
-def test_promised_items_are_loaded_even_if_the_side_is_broken(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    side = make(may_load=True)
-    plan = ItemPlan(loads=(ItemLoad("b", 8192, NBYTES, ROWS, WIDTH),))
-    side.begin(plan)
-    with pytest.raises(RuntimeError, match="without a slab"):
-        side.load({})
+LOADS = ItemPlan(loads=(ItemLoad("b", 8192, NBYTES, ROWS, WIDTH),))
+
+
+def offered() -> Slab:
+    """A slab with the item of `LOADS`, which the worker has."""
     slab = Slab.create(2**16)
     (word,) = offer_slab([worker_rendezvous(VLLM_CONFIG, 0)], slab, 10.0)
     assert len(word) == 32
     slab.view[8192 + HEADER_BYTES : 8192 + NBYTES] = output().view(torch.uint8).numpy().tobytes()
+    return slab
+
+
+def test_a_load_replaces_what_the_engine_has_under_the_name(make: Make) -> None:
+    """An entry that vLLM evicts and makes anew in one pass stays with the worker. If the client has
+    given the name to another picture meanwhile, it is that of the old one."""
+    side = make(may_load=True)
+    slab = offered()
+    cache = {"b": output(rows=2 * ROWS)}
+    side.begin(LOADS)
+    side.load(cache)
+    assert torch.equal(cache["b"], output())
+    slab.close()
+
+
+def test_promised_items_are_loaded_even_if_the_side_is_broken(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make(may_load=True)
+    side.begin(LOADS)
+    with pytest.raises(RuntimeError, match="without a slab"):
+        side.load({})
+    slab = offered()
     monkeypatch.setattr(side, "_send", Mock(side_effect=KeyError("a bug")))
     report = encode(side, output())
     assert side.broken == "save"
     assert report == ItemReport({"internal_errors": 1})
     cache: dict[str, torch.Tensor] = {}
-    side.begin(plan)
+    side.begin(LOADS)
     side.load(cache)
     assert torch.equal(cache["b"], output())
     assert "without its cache" in caplog.text
