@@ -196,6 +196,8 @@ class ECSchedulerSide(Guarded):
             # The KV connector logs what is wrong with them.
             limits = read_limits(request.kv_transfer_params)
             known = self._requests[request.request_id] = _MediaRequest(items, limits)
+            names = (feature.identifier for feature in request.mm_features)
+            self.planner.meet(request.request_id, zip(names, items, strict=True))
         return known
 
     def _item(self, request: Request, index: int) -> Wanted | None:
@@ -211,7 +213,7 @@ class ECSchedulerSide(Guarded):
         load = self._promise(identifier)
         if load is not None:
             self._promised[identifier] = load
-        return identifier in self._promised
+        return load is not None or identifier in self._due
 
     @guarded(default=lambda: None)
     def _promise(self, identifier: str) -> ItemLoad | None:

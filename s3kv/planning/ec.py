@@ -17,7 +17,7 @@ Scheduler process, one thread. Time comes in as an argument (seconds, monotonic)
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -49,9 +49,11 @@ class ECPlannerSettings:
 
 @dataclass(slots=True)
 class _ItemRequest:
-    """A request's items. leases: its pinned items, by identifier. pending: the fetches that it
-    waits for. wait: its wait for them; its deadline takes in the planner's news up to `as_of`."""
+    """A request's items. named: all, by identifier; None for one that is not cached. leases: its
+    pinned items, by identifier. pending: the fetches that it waits for. wait: its wait for them;
+    its deadline takes in the planner's news up to `as_of`."""
 
+    named: set[tuple[str, Wanted | None]] = field(default_factory=set)
     asked: dict[str, Wanted] = field(default_factory=dict)
     pending: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, Entry] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class ECPlanner:
         most = min(settings.max_item_bytes, ledger.table.largest_bytes)
         self._sizes = ItemSizes(settings.dtype, settings.width, most, widths)
         self._requests: dict[str, _ItemRequest] = {}
-        self._names: dict[str, dict[Wanted, int]] = {}
+        self._names: dict[str, Counter[Wanted | None]] = {}
         """For each identifier, the items that live requests mean by it, with request counts."""
         self._late: set[int] = set()
         """Fetches that continue although a request has given up its wait for them."""
@@ -92,6 +94,13 @@ class ECPlanner:
 
     # --- a request's view ------------------------------------------------------------------
 
+    def meet(self, request_id: str, named: Iterable[tuple[str, Wanted | None]]) -> None:
+        """Note a request's items, before its first `ensure` and whenever it has got more."""
+        request = self._requests.setdefault(request_id, _ItemRequest())
+        for identifier, item in set(named) - request.named:
+            request.named.add((identifier, item))
+            self._names.setdefault(identifier, Counter())[item] += 1
+
     def ensure(self, request_id: str, wanted: Sequence[Wanted], now_s: float) -> bool:
         """Whether the request may be scheduled. False: an item is on its way; ask again.
 
@@ -99,11 +108,7 @@ class ECPlanner:
         """
         if not self._settings.may_load:
             return True
-        request = self._requests.get(request_id)
-        if request is None:
-            if not wanted:
-                return True
-            request = self._requests[request_id] = _ItemRequest()
+        request = self._requests[request_id]
         for item in wanted:
             if item.identifier not in request.asked:
                 self._ask(request_id, request, item, now_s)
@@ -134,8 +139,6 @@ class ECPlanner:
 
     def _ask(self, request_id: str, request: _ItemRequest, wanted: Wanted, now_s: float) -> None:
         request.asked[wanted.identifier] = wanted
-        meanings = self._names.setdefault(wanted.identifier, {})
-        meanings[wanted] = meanings.get(wanted, 0) + 1
         self.ledger.unsaved.hit(wanted.key)
         self.ledger.index.use(wanted.key, now_s)
         if wanted.identifier in self._on_device:
@@ -212,24 +215,21 @@ class ECPlanner:
                 self._cancels.append(job.job_id)
         for item in request.leases.values():
             self.ledger.table.unpin(item)
-        for identifier, wanted in request.asked.items():
-            meanings = self._names[identifier]
-            meanings[wanted] -= 1
-            if not meanings[wanted]:
-                del meanings[wanted]
-            if not meanings:
+        for identifier, named in request.named:
+            self._names[identifier] -= Counter([named])
+            if not self._names[identifier]:
                 del self._names[identifier]
 
     # --- a scheduling pass -----------------------------------------------------------------
 
     def promise(self, identifier: str) -> ItemLoad | None:
         """The load to make in this pass instead of encoding the item; None: encode it."""
+        meanings = self._names.get(identifier, Counter())
+        wanted = next(iter(meanings), None)
+        if wanted is None or len(meanings) > 1:
+            return None
         if identifier in self._promises:
             return self._promises[identifier][1]
-        meanings = self._names.get(identifier)
-        if meanings is None or len(meanings) != 1:
-            return None
-        (wanted,) = meanings
         item = self.ledger.table.lookup(wanted.key)
         if item is None or not item.is_resident:
             return None
@@ -249,7 +249,7 @@ class ECPlanner:
         if lease is not None:
             self.ledger.table.unpin(lease)
         promise = self._promises.get(identifier)
-        if promise is not None:
+        if promise is not None and promise[0].key == wanted.key:
             if identifier not in self._loads:
                 tier = promise[0].use()
                 self.counters["hits"] += 1

@@ -19,6 +19,7 @@ from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
 from s3kv.types import ItemShape, Outcome
+from tests.contract.pictures import picture
 from tests.contract.test_ec_translate import HASH, feature, request, vllm_config
 from tests.unit.planning.ec_desk import WIDTH
 
@@ -231,6 +232,43 @@ def test_a_request_that_must_not_load_asks_for_no_image(side: ECSchedulerSide) -
     one.kv_transfer_params = {"s3kv": {"load": False}}
     assert side.ensure(one, 0)
     assert side.planner.take_fetches() == []
+
+
+@pytest.mark.parametrize(
+    ("computed_tokens", "params", "lora"),
+    [
+        (0, {"s3kv": {"load": False}}, None),
+        (50, None, None),
+        (0, None, SimpleNamespace(name="an adapter")),
+    ],
+    ids=["loads nothing", "has its tokens", "is not cached"],
+)
+def test_a_name_is_promised_to_nobody_while_a_request_means_another_image_by_it(
+    side: ECSchedulerSide, computed_tokens: int, params: Any, lora: Any
+) -> None:
+    """vLLM asks by name alone, and would end with rows of another number."""
+    side._adapts_towers = True
+    arrive(side, request("r", picture("cat", length=100)))
+    other = request("s", picture("cat", value=2.0, length=50), lora=lora)
+    other.kv_transfer_params = params
+    assert side.has("cat")
+    assert side.ensure(other, computed_tokens)
+    assert not side.has("cat"), "nor what was promised in this pass to a request that did not fit"
+    side.allocated(other, 0)
+    assert side.plan(output()).loads == (), "the engine encodes it"
+    side.on_finished(other)
+    assert side.has("cat")
+    check(side.planner)
+
+
+def test_a_request_that_means_two_images_by_one_name_is_promised_neither(
+    side: ECSchedulerSide,
+) -> None:
+    one = request("r", picture("cat"), picture("cat", value=2.0, offset=200))
+    arrive(side, one)
+    assert not side.has("cat")
+    side.on_finished(one)
+    assert side.planner._names == {}
 
 
 def test_the_log_has_a_line_when_the_first_request_has_finished(

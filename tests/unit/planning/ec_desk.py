@@ -67,6 +67,7 @@ class Desk:
         self.now_s = 0.0
 
     def ensure(self, request_id: str, *items: Wanted) -> bool:
+        self.planner.meet(request_id, ((item.identifier, item) for item in items))
         ready = self.planner.ensure(request_id, items, self.now_s)
         for order in self.planner.take_fetches():
             self.orders.append((order, WIDTH))
