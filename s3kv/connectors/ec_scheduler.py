@@ -63,7 +63,7 @@ _POLL_AFTER_S = 1.0
 class _MediaRequest:
     """A request with media. items: the item of each feature; None for one that is not cached.
     limits: those of the request's tokens, which media take, too. computed_tokens: value in the last
-    pass. settled: later passes may skip the request."""
+    pass. settled: later passes may skip the request, unless it has lost tokens."""
 
     items: list[Wanted | None]
     limits: RequestLimits
@@ -171,7 +171,7 @@ class ECSchedulerSide(Guarded):
         """Whether the request may be scheduled now. Called in every pass for each request with
         items."""
         known = self._request(request)
-        if known.settled:
+        if known.settled and computed_tokens >= known.computed_tokens:
             return True
         self._poll_once()
         now_s = time.monotonic()

@@ -1,10 +1,10 @@
 """Planner of encoder outputs: decides which are fetched, awaited, promised, loaded and saved.
 
-A request passes from its first `ensure` to `finished`:
+A request passes from `meet` to `finished`:
 
-    It requests each item that it needs once, unless the engine or host memory holds it. It waits
-    as long as `deadline.decide` allows, and never twice for the same item. Resident items are
-    leased to it (pinned) until the engine has made room for them or the request ends.
+    It requests each item that it needs, unless the engine or host memory holds it; a second time
+    only if the engine has taken the item and dropped it. It waits as long as `deadline.decide`
+    allows. Resident items are leased to it (pinned) until the engine takes them or it ends.
 
 These rules make it safe:
 - `promise` answers only for an item in host memory, and pins it until no step that could load it
@@ -245,15 +245,15 @@ class ECPlanner:
         identifier = wanted.identifier
         self._on_device.add(identifier)
         request = self._requests.get(request_id)
-        lease = request.leases.pop(identifier, None) if request is not None else None
-        if lease is not None:
-            self.ledger.table.unpin(lease)
+        if request is not None:
+            request.asked.pop(identifier, None)
+            if (lease := request.leases.pop(identifier, None)) is not None:
+                self.ledger.table.unpin(lease)
         promise = self._promises.get(identifier)
         if promise is not None and promise[0].key == wanted.key:
             if identifier not in self._loads:
-                tier = promise[0].use()
-                self.counters["hits"] += 1
-                self.counters.update({"hit_rows": wanted.rows, f"hit_rows_{tier}": wanted.rows})
+                rows, tier = wanted.rows, promise[0].use()
+                self.counters.update({"hits": 1, "hit_rows": rows, f"hit_rows_{tier}": rows})
             self._loads[identifier] = promise[1]
         elif saves and self._settings.may_save:
             self._save(wanted, now_s)

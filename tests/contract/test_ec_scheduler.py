@@ -75,6 +75,13 @@ def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedu
         assert len(side.planner.take_fetches()) == 1
 
 
+def test_a_prefix_that_is_gone_after_all_was_there_is_noticed(side: ECSchedulerSide) -> None:
+    """Because of a preemption, say, or of a failed load of KV."""
+    one = request("r", feature())
+    assert side.ensure(one, 100)
+    arrive(side, one)
+
+
 def test_a_promised_item_is_loaded_even_if_everything_else_breaks(
     side: ECSchedulerSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -141,6 +141,17 @@ def test_a_promised_item_stays_until_no_step_can_be_loading_it() -> None:
     assert len(desk.orders) == 1
 
 
+def test_a_preempted_request_asks_again_for_what_it_had() -> None:
+    big, other = wanted("big", rows=8_000), wanted("other", rows=8_000)
+    desk = Desk(slab_bytes=MIB, steps_inflight=0)
+    desk.resident(big)
+    desk.ensure("r", big)
+    desk.schedule("r", big)
+    desk.resident(other)
+    desk.planner.plan(("big",))
+    assert not desk.ensure("r", big)
+
+
 def test_a_promise_the_engine_does_not_take_up_is_withdrawn() -> None:
     desk = Desk()
     desk.resident(A)
