@@ -179,8 +179,7 @@ class ECPlanner:
             return None
         if (job := ledger.plan_fetch(wanted.key, now_s, room)) is not None:
             job.about = wanted
-            shape = ItemShape(wanted.rows, job.entry.nbytes)
-            self._fetches.append(job.for_bucket(shape))
+            self._fetches.append(job.for_bucket(ItemShape(wanted.rows, job.entry.nbytes)))
         return job
 
     def _facts(self, request: _ItemRequest, now_s: float) -> WaitFacts:
@@ -244,6 +243,7 @@ class ECPlanner:
         it was promised in this pass, and encodes it otherwise. saves: it may be saved then."""
         identifier = wanted.identifier
         self._on_device.add(identifier)
+        self._saves.pop(identifier, None)
         request = self._requests.get(request_id)
         if request is not None:
             request.asked.pop(identifier, None)

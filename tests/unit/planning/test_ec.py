@@ -198,6 +198,15 @@ def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:
     assert desk.planner.promise("a")
 
 
+@pytest.mark.parametrize("saves", [True, False], ids=["in the bucket", "private"])
+def test_a_name_is_saved_as_what_the_engine_encodes_under_it_last(saves: bool) -> None:
+    """vLLM may preempt a request in the pass that has placed its item, and place another."""
+    desk = Desk()
+    desk.planner.allocated("r", A, 0.0, saves=True)
+    desk.planner.ledger.index.note_present(B.key)
+    assert desk.schedule("s", A._replace(key=B.key), saves=saves).saves == ()
+
+
 def test_what_the_bucket_has_is_not_saved_again() -> None:
     desk = Desk()
     desk.planner.on_report(ItemReport(uploaded={A.key: 60.0}), 0.0)
