@@ -103,13 +103,9 @@ class ECSchedulerSide(Guarded):
         self.planner = self._make_planner(may_load, may_save)
 
     def _start(self, may_save: bool) -> None:
+        wait = partial(wait_for_bucket, config=self._config)
         # No node is preferred: workers on several nodes may load from this slab.
-        tier = open_tier(
-            self._config.host_bytes,
-            self._introduce,
-            wait=partial(wait_for_bucket, config=self._config),
-        )
-        self._tier = tier
+        self._tier = tier = open_tier(self._config.host_bytes, self._introduce, wait=wait)
         slab = WorkerHandshake(
             tier.handshake.namespace_digest, 1, tier.slab.nbytes, known=tier.known
         )
@@ -210,8 +206,7 @@ class ECSchedulerSide(Guarded):
         return item
 
     def has(self, identifier: str) -> bool:
-        load = self._promise(identifier)
-        if load is not None:
+        if (load := self._promise(identifier)) is not None:
             self._promised[identifier] = load
         return load is not None or identifier in self._due
 

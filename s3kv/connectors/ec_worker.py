@@ -137,8 +137,7 @@ class ECWorkerSide(Guarded):
                     f"s3kv: {load.identifier} was promised without a slab to load it from. This "
                     "is a bug of s3kv: please report it"
                 )
-            end = load.offset + load.nbytes
-            payload = self._loads_from.view[load.offset + HEADER_BYTES : end]
+            payload = self._loads_from.view[load.offset + HEADER_BYTES : load.offset + load.nbytes]
             started = self._moment()
             cache[load.identifier] = self._copies.load(payload, load.rows, load.width)
             self._note_load(len(payload), started)

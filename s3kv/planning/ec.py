@@ -83,6 +83,8 @@ class ECPlanner:
         self._late: set[int] = set()
         """Fetches that continue although a request has given up its wait for them."""
         self._on_device: set[str] = set()
+        self._was_reset = False
+        """Whether an item believed on the device was placed there anew in this pass."""
         self._promises: dict[str, tuple[Entry, ItemLoad]] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
@@ -184,14 +186,13 @@ class ECPlanner:
 
     def _facts(self, request: _ItemRequest, now_s: float) -> WaitFacts:
         last = max(job.job_id for job in request.pending.values())
-        missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
         fetch = self._times(request)
         return WaitFacts(
             now_s=now_s,
             wait=request.wait,
-            missing=missing_rows,
+            missing=sum(request.asked[identifier].rows for identifier in request.pending),
             unproven=0,
             compute_s=self.pace.encode_s(1),
             forecast=Forecast(fetch.at(bytes_ahead), fetch.measured(bytes_ahead)),
@@ -242,6 +243,7 @@ class ECPlanner:
         """Note that the engine has made room for the item in its own cache. It loads the item if
         it was promised in this pass, and encodes it otherwise. saves: it may be saved then."""
         identifier = wanted.identifier
+        self._was_reset |= identifier in self._on_device
         self._on_device.add(identifier)
         self._saves.pop(identifier, None)
         request = self._requests.get(request_id)
@@ -267,8 +269,12 @@ class ECPlanner:
         self.counters["saves"] += 1
         self._saves[wanted.identifier] = ItemSave(wanted.identifier, wanted.key, wanted.rows)
 
-    def plan(self, freed: Iterable[str]) -> ItemPlan:
+    def plan(self, freed: Sequence[str]) -> ItemPlan:
         """End the pass. freed: identifiers that the engine has dropped from its own cache."""
+        # Without a reset the engine would have dropped something to make room for it.
+        if self._was_reset and not freed:
+            self._on_device.clear()
+        self._was_reset = False
         self._on_device.difference_update(freed)
         loading = []
         for identifier, (item, _) in self._promises.items():

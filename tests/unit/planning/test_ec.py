@@ -66,6 +66,16 @@ def test_what_the_engine_holds_is_not_asked_for() -> None:
     assert not desk.ensure("t", A), "the engine has dropped it"
 
 
+def test_an_engine_that_has_reset_its_cache_holds_nothing() -> None:
+    """vLLM resets it before it sleeps, and tells no EC connector."""
+    desk = Desk()
+    desk.schedule("r", A)
+    desk.schedule("r", B)
+    assert desk.ensure("s", A, B), "the engine holds them, as far as is known"
+    desk.schedule("s", A)
+    assert not desk.ensure("t", B)
+
+
 def two_names() -> tuple[Wanted, Wanted]:
     """One image that a client sends under two names."""
     first = wanted("a")
