@@ -118,14 +118,10 @@ class ECSchedulerSide(Guarded):
         words = set(offer_slab(names, slab, START_TIMEOUT_S))
         if len(words) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(words)}")
+        config, word = self._config, words.pop().decode("ascii")
+        integrity = Integrity.of(config)
         return Handshake(
-            self._config,
-            self._config.prefix,
-            words.pop().decode("ascii"),
-            SHARD,
-            {},
-            item_dtype=self._dtype,
-            integrity=Integrity.of(self._config),
+            config, config.prefix, word, SHARD, {}, item_dtype=self._dtype, integrity=integrity
         )
 
     def _make_planner(self, may_load: bool, may_save: bool) -> ECPlanner:

@@ -54,6 +54,10 @@ class ECWorkerSide(Guarded):
         self._encoder_started: Any = None
         """The time at which the encoder may start."""
         self._encoder_stopped: Any = None
+        self._cache: MutableMapping[str, torch.Tensor] = {}
+        """The engine's encoder cache, in an engine that loads."""
+        self._counted: set[str] = set()
+        """Its items that were there before the encoder ran, or have been counted since."""
         self._rows = 0
         """Rows that the encoder has computed in this step."""
         self._timed: deque[tuple[Any, Any, int]] = deque()
@@ -89,13 +93,8 @@ class ECWorkerSide(Guarded):
             ) from error
 
     def _open_outbox(self, handshake: Handshake, vllm_config: VllmConfig) -> Outbox:
-        tier = open_worker_tier(
-            vllm_config,
-            self._config.staging_bytes,
-            handshake,
-            self._device,
-            wait=partial(wait_for_bucket, config=self._config),
-        )
+        nbytes, wait = self._config.staging_bytes, partial(wait_for_bucket, config=self._config)
+        tier = open_worker_tier(vllm_config, nbytes, handshake, self._device, wait=wait)
         try:
             self._copies.attach(tier.slab.view)
         except BaseException:
@@ -125,7 +124,6 @@ class ECWorkerSide(Guarded):
 
     def begin(self, plan: ItemPlan) -> None:
         self._loads, self._saves = plan.loads, {save.identifier: save for save in plan.saves}
-        self._rows = 0
         self._encoder_started = self._moment()
 
     def load(self, cache: MutableMapping[str, torch.Tensor]) -> None:
@@ -143,6 +141,7 @@ class ECWorkerSide(Guarded):
             self._note_load(len(payload), started)
         if self._loads:
             self._encoder_started = self._moment()
+        self._cache, self._counted = cache, set(cache)
 
     @guarded(default=lambda: None)
     def _moment(self) -> Any:
@@ -160,6 +159,7 @@ class ECWorkerSide(Guarded):
         """Count an item that the encoder has just computed. Save it if the plan orders that."""
         if not self.counts:
             return
+        self._counted.add(identifier)
         tensor = cache[identifier]
         if not self._rows:
             self._encoder_stopped = self._copies.now()
@@ -197,6 +197,9 @@ class ECWorkerSide(Guarded):
 
     @guarded(default=lambda: None)
     def _end_step(self) -> None:
+        # vLLM's second model runner tells only a producer what it has encoded.
+        for identifier in self._cache.keys() - self._counted:
+            self.save(self._cache, identifier)
         if self._rows:
             self._timed.append((self._encoder_started, self._encoder_stopped, self._rows))
             self._rows = 0

@@ -64,12 +64,15 @@ Make = Callable[..., ECWorkerSide]
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[ECWorkerSide] = []
 
-    def make(rank: int = 0, stage: int = 0, *, may_load: bool = False) -> ECWorkerSide:
+    def make(
+        rank: int = 0, stage: int = 0, *, may_load: bool = False, may_save: bool = True
+    ) -> ECWorkerSide:
         group = SimpleNamespace(rank_in_group=rank)
         monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
         pipeline = SimpleNamespace(is_first_rank=stage == 0)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda: pipeline)
-        side = ECWorkerSide(Config(bucket="bkt"), VLLM_CONFIG, may_load=may_load, may_save=True)
+        config = Config(bucket="bkt")
+        side = ECWorkerSide(config, VLLM_CONFIG, may_load=may_load, may_save=may_save)
         made.append(side)
         return side
 
@@ -153,6 +156,26 @@ def test_one_rank_saves_and_counts(make: Make, place: dict[str, int]) -> None:
     side = make(**place)
     assert encode(side, output()) is None
     assert side._outbox is None
+
+
+@pytest.mark.parametrize("may_save", [True, False], ids=["both", "consumer"])
+@pytest.mark.parametrize("tells", [True, False], ids=["first runner", "second runner"])
+def test_an_output_is_counted_whether_or_not_vllm_tells_of_it(
+    make: Make, may_save: bool, tells: bool
+) -> None:
+    """Its second model runner calls `save_caches` of producers alone."""
+    side = make(may_load=True, may_save=may_save)
+    cache = {"old": output()}
+    side.begin(ItemPlan())
+    side.load(cache)
+    cache["a"] = output()
+    if tells or may_save:
+        side.save(cache, "a")
+    found = side.report()
+    assert found is not None
+    assert found.report.counters == {"encoded": 1, "encoded_rows": ROWS}
+    assert found.report.encoded_rows == ROWS, "with the time that it took"
+    assert side.report() is None, "once"
 
 
 LOADS = ItemPlan(loads=(ItemLoad("b", 8192, NBYTES, ROWS, WIDTH),))
