@@ -99,7 +99,8 @@ workers of an engine), `block_size` and `canonical_layout`; without `chunk_token
 number of vLLM's blocks that come nearest to 256 tokens. That memory is in `/dev/shm`, and at most
 half of what is free in it.
 From a file with such a configuration (`--config`, `--settings`) every command takes the settings of
-the tier. `tests/unit/cli/test_serve.py` has the command for each kind of vLLM.
+the tier, and from one of a `MultiConnector` those of s3kv in it. `tests/unit/cli/test_serve.py` has
+the command for each kind of vLLM.
 
 `config` prints its settings in the form that vLLM takes; `tests/unit/cli/test_configure.py` reads
 its output back with a shell and a YAML reader. How many chunks `host_bytes` holds is in the line

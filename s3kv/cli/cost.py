@@ -20,14 +20,13 @@ from s3kv.cli.billing import BilledTraffic, Part, Savings
 from s3kv.cli.invocation import (
     EXIT_CODES,
     FiniteRange,
-    ServerError,
     duration,
     json_option,
     print_json,
     reporting_errors,
     size,
 )
-from s3kv.errors import ConfigError
+from s3kv.errors import ConfigError, StoreUnavailable
 from s3kv.prices import Prices
 
 _TIMEOUT_S = 30.0
@@ -137,7 +136,7 @@ def _read(source: str) -> str:
             return str(answer.read().decode(errors="replace"))
     except (OSError, ValueError, HTTPException) as error:
         told = f"--metrics {source!r} does not answer ({error}): has the server started?"
-        raise ServerError(told) from error
+        raise StoreUnavailable(told) from error
 
 
 def _document(

@@ -18,6 +18,7 @@ import click
 
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreError
+from s3kv.prove.arms import extra_of, settings_of
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
 
@@ -32,7 +33,6 @@ EXIT CODES
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
-_EXTRA_CONFIGS = ("kv_connector_extra_config", "ec_connector_extra_config")
 _TIER_OPTIONS = ("type", "module_path", "locality", "backpressure")
 """Options of a tier that are vLLM's own."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
@@ -40,10 +40,6 @@ _T = TypeVar("_T")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
-
-
-class ServerError(S3KVError):
-    """Failure to reach an HTTP server that an option names, or its refusal."""
 
 
 def parse(settings: Mapping[str, Any]) -> Config:
@@ -115,12 +111,9 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} cannot be read as JSON: {error}") from error
     if not isinstance(held, dict):
         raise ConfigError(f"{str(file)!r} is not a JSON object")
-    nested = (held[name] for name in _EXTRA_CONFIGS if isinstance(held.get(name), dict))
-    extra = next(nested, held)
-    for tier in extra.get("secondary_tiers", ()):
-        if isinstance(tier, dict) and tier.get("type") == "s3kv":
-            return {name: value for name, value in tier.items() if name not in _TIER_OPTIONS}
-    return dict(extra)
+    found = settings_of(held) or extra_of(held)
+    vllms_own = _TIER_OPTIONS if found.get("type") == "s3kv" else ()
+    return {name: value for name, value in found.items() if name not in vllms_own}
 
 
 def duration(text: str) -> float:
@@ -133,8 +126,7 @@ def duration(text: str) -> float:
 
 def size(text: str) -> int:
     """Type of an option: a size such as 500GiB or 4096, in bytes. Raises `click.BadParameter`."""
-    nbytes = parse_bytes(text)
-    if nbytes is None:
+    if (nbytes := parse_bytes(text)) is None:
         raise click.BadParameter(f"{text!r} is not a size such as 500GiB or 1.5TiB")
     return nbytes
 
@@ -156,8 +148,7 @@ def reporting_errors() -> Iterator[None]:
         yield
     except S3KVError as error:
         click.echo(f"s3kv: {error}", err=True)
-        unasked = isinstance(error, StoreError | ServerError)
-        raise SystemExit(NOT_ASKED if unasked else WRONG_USE) from error
+        raise SystemExit(NOT_ASKED if isinstance(error, StoreError) else WRONG_USE) from error
 
 
 def on_bucket(config: Config, work: Callable[[ObjectStore], Awaitable[_T]]) -> _T:

@@ -60,7 +60,7 @@ class RunInputs:
     kv_transfer_config. other_size: the tensor-parallel size of `tp`. logs: a folder."""
 
     argv: Sequence[str]
-    connector: Mapping[str, Any]
+    connector: dict[str, Any]
     other_size: int
     logs: Path
     longest_tokens: int
@@ -68,17 +68,26 @@ class RunInputs:
     seed: int
 
 
-def settings_of(connector: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings of s3kv inside a kv_transfer_config: of our connector, or of our tier. The part
-    itself, so that a change reaches the connector; None in another's."""
-    extra = connector.get("kv_connector_extra_config") or {}
-    tiers = [tier for tier in extra.get("secondary_tiers", ()) if tier.get("type") == "s3kv"]
-    return next((held for held in (*tiers, extra) if "bucket" in held), None)
+def settings_of(connector: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings of s3kv inside a transfer config: of our connector, of our tier, or of either in
+    a MultiConnector. The part itself, so that a change reaches the connector; None in another's."""
+    extra = extra_of(connector)
+    for parts in (extra.get("connectors"), extra.get("secondary_tiers")):
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and (held := settings_of(part)) is not None:
+                return held
+    return extra if "bucket" in extra or extra.get("type") == "s3kv" else None
 
 
-def with_settings(connector: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+def extra_of(connector: dict[str, Any]) -> dict[str, Any]:
+    """The options of a connector inside a transfer config; the whole if these are not nested."""
+    nested = (connector.get(f"{kind}_connector_extra_config") for kind in ("kv", "ec"))
+    return next((held for held in nested if isinstance(held, dict)), connector)
+
+
+def with_settings(connector: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A copy with other settings of s3kv; unchanged if it has none."""
-    changed = copy.deepcopy(dict(connector))
+    changed = copy.deepcopy(connector)
     held = settings_of(changed)
     if held is not None:
         held.update(changes)

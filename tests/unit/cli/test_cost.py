@@ -53,8 +53,7 @@ def run(*arguments: str) -> Result:
 def document(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    read: dict[str, Any] = json.loads(result.stdout)
-    return read
+    return dict(json.loads(result.stdout))
 
 
 def dollars(document: dict[str, Any]) -> dict[str, float]:

@@ -33,12 +33,14 @@ def test_what_comes_later_wins(tmp_path: Path, nest: str | None) -> None:
     assert parse(read_settings(file, {"prefix": "option"}, [])).prefix == "option"
 
 
-def test_the_settings_of_a_tier(tmp_path: Path) -> None:
+def test_the_settings_of_a_tier_alone_and_under_a_multi_connector(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     tier = {"type": "s3kv", "locality": "REMOTE", "bucket": "bkt", "max_wait_ms": 5}
     extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}, tier]}
-    file.write_text(json.dumps({"kv_connector_extra_config": extra}))
-    assert read_settings(file, {}, []) == {"bucket": "bkt", "max_wait_ms": 5}
+    several = {"connectors": [{"kv_connector": "x"}, {"kv_connector_extra_config": extra}]}
+    for held in (extra, several):
+        file.write_text(json.dumps({"kv_connector_extra_config": held}))
+        assert read_settings(file, {}, []) == {"bucket": "bkt", "max_wait_ms": 5}
 
 
 def test_values_are_json_or_text() -> None:
@@ -55,6 +57,7 @@ def test_values_are_json_or_text() -> None:
         ("{}", ["bucket=bkt", "hostbytes=1"], "did you mean 'host_bytes'"),
         ("[]", ["bucket=bkt"], "not a JSON object"),
         ("{", ["bucket=bkt"], "cannot be read as JSON"),
+        ('{"secondary_tiers": 1}', ["bucket=bkt"], "unknown setting 'secondary_tiers'"),
     ],
 )
 def test_what_is_wrong_is_said(

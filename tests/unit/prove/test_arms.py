@@ -60,7 +60,8 @@ def test_an_engine_that_does_not_start_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_settings_are_found_and_changed_in_a_copy() -> None:
-    assert settings_of(OFFLOADING) is TIER
+    several = {"kv_connector_extra_config": {"connectors": [{"kv_connector": "x"}, OFFLOADING]}}
+    assert settings_of(OFFLOADING) is settings_of(several) is TIER
     assert settings_of({"kv_connector": "LMCacheConnectorV1"}) is None
     changed = with_settings(OFFLOADING, prefix="p")
     assert settings_of(changed) == {**TIER, "prefix": "p"}
