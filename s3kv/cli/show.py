@@ -35,20 +35,21 @@ def numbers(*names: str) -> list[Column]:
 
 def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]]) -> None:
     """Print rows below the names of their columns."""
-    table = Table(*columns, box=None)
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    Console().print(table)
+    _print(Table(*columns, box=None), rows)
 
 
 def print_grid(rows: Iterable[Sequence[Cell]]) -> None:
-    """Print rows without names of columns. A long word is folded, so that it can be copied."""
-    grid = Table.grid(padding=(0, 2))
+    """Print rows without names of columns."""
+    _print(Table.grid(padding=(0, 2)), rows)
+
+
+def _print(table: Table, rows: Iterable[Sequence[Cell]]) -> None:
+    """Print a table with these rows. A long word is folded, so that all of it can be read."""
     for row in rows:
-        for _ in row[len(grid.columns) :]:
-            grid.add_column(overflow="fold")
-        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    Console().print(grid)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    for column in table.columns:
+        column.overflow = "fold"
+    Console().print(table)
 
 
 class _RateColumn(ProgressColumn):
