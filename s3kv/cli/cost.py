@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Column
 
 from s3kv import prices
 from s3kv.cli import billing, show
@@ -156,8 +155,8 @@ def _show(parts: Sequence[Part], saved: Savings | None, paid: float | None) -> N
     total = sum(part.dollars for part in parts)
     billed = (part for part in parts if part.price or part.name not in _RARELY_BILLED)
     rows = [(part.name, *_amount(part), f"{part.dollars:,.2f}") for part in billed]
-    columns: list[str | Column] = ["a month", *show.numbers("amount", "price", "dollars")]
-    show.print_table(columns, [*rows, ("total", "", "", f"{total:,.2f}")])
+    rows.append(("total", "", "", f"{total:,.2f}"))
+    show.print_table(["a month", *show.numbers("amount", "price", "dollars")], rows)
     if saved is None:
         return
     tokens = f"{saved.tokens_bucket / 1e6:,.1f} M from the bucket, {saved.tokens_host / 1e6:,.1f} M"

@@ -16,7 +16,7 @@ from s3kv.errors import ConfigError, StoreUnavailable
 from s3kv.objects.keys import LAYOUT, all_namespaces
 from s3kv.place import Place
 from s3kv.stores.disk import Directory
-from s3kv.stores.store import Inventory, ObjectInfo, Receiver, landing
+from s3kv.stores.store import Inventory, ObjectInfo, Receiver
 
 disk_option = click.option(
     "--disk",
@@ -36,14 +36,7 @@ class DiskInventory:
     async def get_into(
         self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
-        read = Place.of(bytearray(place.nbytes))  # the file's length comes with its bytes
-        nbytes = self._directory.read(key, read, lambda: False)
-        if nbytes is None:
-            return None
-        memory = landing(place, receiver, nbytes, nbytes)
-        if memory is not None:
-            memory.write(read.payload[:nbytes])
-        return ObjectInfo(key, nbytes, 0.0)
+        return None  # nobody reads but manifests, which are in the bucket alone
 
     async def head(self, key: str) -> ObjectInfo | None:
         try:

@@ -29,7 +29,8 @@ EXIT CODES
     1  something was found: a fault, a damaged object, no such object
     2  the command was used wrongly, or a setting is wrong
     3  the bucket, or the server named, could not be reached, or disk or memory is full
-  130  interrupted (Ctrl-C)"""
+  130  interrupted (Ctrl-C)
+  141  the reader of the output has closed it (| head)"""
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""

@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 import click
-from rich.table import Column
 
 from s3kv.cli import show, walk
 from s3kv.cli.disk import disk_option, on_bucket_or_disk
@@ -97,8 +96,6 @@ def _print_summary(
     found: Sequence[NamespaceContent], fields: Sequence[str] | None, *, on_disk: bool
 ) -> None:
     """Print the counts, the ages of the bytes, and these fields of the manifests (None: all)."""
-    columns: list[str | Column] = ["namespace", "model"]
-    columns += show.numbers("objects", "bytes", "oldest", "newest")
     now = now_s()
     rows = [
         (
@@ -112,7 +109,8 @@ def _print_summary(
     ]
     nbytes = sum(one.nbytes for one in found)
     rows.append(("total", "", f"{sum(o.objects for o in found):,}", show.size(nbytes), "", ""))
-    show.print_table(columns, rows)
+    names = ("objects", "bytes", "oldest", "newest")
+    show.print_table(["namespace", "model", *show.numbers(*names)], rows)
     by_age = {name: sum(one.bytes_by_age[name] for one in found) for name in walk.AGES}
     show.print_table(
         ["last used" if on_disk else "last written", *show.numbers("bytes"), ""],

@@ -47,6 +47,7 @@ EXIT CODES
     1  wrong: an answer changed, or an arm did not serve from its source
     2  it could not be run: vLLM, the model, the bucket or an option is missing or refused
   130  interrupted (Ctrl-C)
+  141  the reader of the output has closed it (| head)
 
 Credentials are found as every AWS tool finds them."""
 _DRAIN_S = 60.0
@@ -239,15 +240,15 @@ async def _delete(store: ObjectStore, prefix: str) -> None:
 
 
 def _present(report: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
-    """Print the page of the terminal, and write the files."""
+    """Write the files, whether or not anybody reads the terminal, and print its page."""
+    if json_file is not None:
+        finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
+        json_file.write_text(json.dumps(finite, indent=2) + "\n", "utf-8")
+    if html_file is not None:
+        html_file.write_text(html(report), "utf-8")
     style = "bold green" if report["proven"] else "bold red"
     show.print_grid([[Text(report["verdict"], style)], [margins_text(report)]])
     arms = ((name, row) for name, row in report["arms"].items())
     show.print_table([COLUMNS[0], *show.numbers(*COLUMNS[1:])], (cells(*arm) for arm in arms))
     rows = [(one["arm"], one["text"]) for one in report["findings"]]
     show.print_grid([*rows, *(("", text) for text in report["skipped"])])
-    if json_file is not None:
-        finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
-        json_file.write_text(json.dumps(finite, indent=2) + "\n", "utf-8")
-    if html_file is not None:
-        html_file.write_text(html(report), "utf-8")

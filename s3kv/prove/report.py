@@ -76,9 +76,6 @@ def _verdict(arms: Mapping[str, judge.ArmFacts], judgement: judge.Judgement) -> 
 def _row(facts: judge.ArmFacts, comparisons: Sequence[judge.Comparison]) -> dict[str, Any]:
     counters = facts.counters
     requests = sum(value for key, value in counters.items() if key.startswith(_REQUESTS))
-    read, written = (
-        int(counters.get(f"{NAMESPACE}{kind}_bytes_total", 0)) for kind in ("fetch", "upload")
-    )
     served = facts.engine_tokens + facts.connector_tokens
     return {
         "error": facts.error,
@@ -92,8 +89,8 @@ def _row(facts: judge.ArmFacts, comparisons: Sequence[judge.Comparison]) -> dict
         "engine_tokens": facts.engine_tokens,
         "connector_tokens": facts.connector_tokens,
         "computed_tokens": max(0, facts.prompt_tokens - served),
-        "read_bytes": read,
-        "written_bytes": written,
+        "read_bytes": int(counters.get(f"{NAMESPACE}fetch_bytes_total", 0)),
+        "written_bytes": int(counters.get(f"{NAMESPACE}upload_bytes_total", 0)),
         "requests": int(requests),
         "usd": counters.get(f"{NAMESPACE}cost_usd_total", 0.0),
         "cpu_s": round(facts.cpu_s, 2),

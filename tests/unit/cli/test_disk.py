@@ -11,13 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from s3kv.cli.app import cli
-from s3kv.cli.disk import DiskInventory
 from s3kv.cli.invocation import now_s
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.disk import Directory, File
 from tests.unit.cli.conftest import chunk, refused
-from tests.unit.stores.suite import Recorder
 
 OLD, NEW = (Namespace("s3kv", digit * 32) for digit in "ab")
 DAY_S = 86_400
@@ -53,18 +51,6 @@ def on_disk(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> OnDisk:
 
 def left(directory: Directory, place: Namespace) -> int:
     return sum(f"/{place.digest}/" in file.path for file in directory.files())
-
-
-@pytest.mark.parametrize("is_granted", [True, False])
-async def test_an_object_of_a_file_lands_where_its_receiver_says(
-    directory: Directory, is_granted: bool
-) -> None:
-    place = Place.of(bytearray(1500))
-    receiver = Recorder(place.cut(500, 1500) if is_granted else None)
-    info = await DiskInventory(directory, "s3kv").get_into(chunk(NEW, 0), place, receiver)
-    assert info is not None
-    assert (info.nbytes, receiver.begun) == (1000, [1000])
-    assert bytes(place) == bytes(500) + (b"x" if is_granted else bytes(1)) * 1000
 
 
 def test_ls_counts_the_files_of_each_namespace(on_disk: OnDisk) -> None:

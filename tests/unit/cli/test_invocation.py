@@ -115,6 +115,22 @@ def test_no_traceback_when_the_disk_or_the_memory_is_full(
     assert capsys.readouterr().err == f"s3kv: {said}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["cost", "--over", "1h", "--metrics"]])
+def test_a_reader_that_has_gone_is_no_finding(arguments: list[str], tmp_path: Path) -> None:
+    (metrics := tmp_path / "metrics").write_text("vllm:s3kv_saves_total 1\n")
+    code = "import os, sys; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1)\n"
+    code += f"sys.argv[1:] = {[*arguments, str(metrics)]}; import s3kv.cli.__main__ as m; m.main()"
+    done = start(code)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_characters_that_the_locale_lacks_are_replaced() -> None:
+    code = "import s3kv.cli.app as app, s3kv.cli.show as show, s3kv.cli.__main__ as m\n"
+    code += "app.cli = lambda **options: show.print_grid([['\\u2192']]); m.main()"
+    done = start(code, {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "?\n"), done.stderr
+
+
 @pytest.mark.parametrize("package", ["click", "rich"])
 def test_a_missing_package_is_named(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; import s3kv.cli.__main__ as m; m.main()"

@@ -66,15 +66,9 @@ def test_the_summary_as_documents(run: Run) -> None:
     age = datetime.now(timezone.utc) - datetime.fromisoformat(halves["oldest"])
     assert abs(age) < timedelta(hours=1)
     assert nameless == {
-        "namespace": NAMELESS.digest,
-        "model": None,
-        "objects": 0,
-        "nbytes": 0,
-        "oldest": None,
-        "newest": None,
-        "bytes_by_age": dict.fromkeys(AGES, 0),
-        "manifest": {},
-    }
+        "namespace": NAMELESS.digest, "model": None, "objects": 0, "nbytes": 0,
+        "oldest": None, "newest": None, "bytes_by_age": dict.fromkeys(AGES, 0), "manifest": {},
+    }  # fmt: skip
 
 
 def words(text: str) -> list[list[str]]:

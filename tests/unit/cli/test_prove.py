@@ -79,6 +79,16 @@ def test_every_program_reads_the_report_of_a_dead_arm(
     assert report["margins"]["noise"] is None
 
 
+def test_the_files_are_written_though_nobody_reads_the_screen(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr("s3kv.cli.show.print_grid")
+    files = ("--json", f"{tmp_path}/report.json", "--html", f"{tmp_path}/report.html")
+    with pytest.raises(AttributeError, match="print_grid"):
+        run("prove", "m", "--arms", "restart", *files)
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.html"}
+
+
 def test_objects_that_cannot_be_deleted_cost_no_result(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

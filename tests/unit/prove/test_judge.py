@@ -103,9 +103,8 @@ def test_a_near_tie_is_told_from_wrong_kv() -> None:
     noisy = {"off": facts(other), "engine": facts(own, engine=992)}
     judgement = judge(noisy | {"cold": facts(own), "away": facts(own)}, WAIT_S)
     assert judgement.proven
-    assert [one.text for one in judgement.findings] == [
-        "other tokens than in off from a near tie on: 1"
-    ] * 3
+    told = "other tokens than in off from a near tie on: 1"
+    assert [one.text for one in judgement.findings] == [told] * 3
 
 
 def test_a_code_lost_in_a_near_tie_is_noted_and_otherwise_wrong() -> None:

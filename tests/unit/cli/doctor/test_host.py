@@ -33,10 +33,8 @@ H200 = {
     "remedy": "",
 }
 REFUSED = {
-    "pinned_bytes": 0,
-    "refusal": "cudaErrorMemoryAllocation (2)",
-    "remedy": "set host_bytes",
-}
+    "pinned_bytes": 0, "refusal": "cudaErrorMemoryAllocation (2)", "remedy": "set host_bytes"
+}  # fmt: skip
 NO_GPU = H200 | {"device": None}
 
 
