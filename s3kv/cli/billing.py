@@ -27,7 +27,7 @@ class BilledTraffic:
 
     puts, gets: requests billed as such. bytes_new: bytes of objects that were not there before.
     bytes_up, bytes_down: bytes that moved. tokens_bucket, tokens_host: prompt tokens that were not
-    computed because the bucket, or host memory, had them.
+    computed because the bucket, or host memory, had them; None if nobody has counted these.
     """
 
     seconds: float
@@ -36,8 +36,8 @@ class BilledTraffic:
     bytes_new: float
     bytes_up: float
     bytes_down: float
-    tokens_bucket: float
-    tokens_host: float
+    tokens_bucket: float | None
+    tokens_host: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,6 @@ class Savings:
     tokens_host: float
     hours: float
     dollars: float
-
-    @property
-    def tokens(self) -> float:
-        return self.tokens_bucket + self.tokens_host
 
 
 def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
@@ -99,8 +95,8 @@ def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
         bytes_new=bytes_up * written / (written + found) if written else 0.0,
         bytes_up=bytes_up,
         bytes_down=total("fetch_bytes_total"),
-        tokens_bucket=total("hit_tokens_bucket_total"),
-        tokens_host=total("hit_tokens_host_total"),
+        tokens_bucket=sums.get(f"{NAMESPACE}hit_tokens_bucket_total"),
+        tokens_host=sums.get(f"{NAMESPACE}hit_tokens_host_total"),
     )
 
 
@@ -134,7 +130,12 @@ def bill(traffic: BilledTraffic, stored_bytes: float, prices: Prices) -> list[Pa
 def savings(
     traffic: BilledTraffic, prefill_tokens_per_s: float, dollars_per_hour: float
 ) -> Savings:
-    """Computing saved in a month, for an engine of this speed and price."""
+    """Computing saved in a month, for an engine of this speed and price. Raises `ConfigError`."""
+    if traffic.tokens_bucket is None or traffic.tokens_host is None:
+        raise ConfigError(
+            "the input does not count the tokens that were not computed, as a tier of vLLM's "
+            "OffloadingConnector cannot: leave out the price and the speed of an engine"
+        )
     months = traffic.seconds / MONTH_S
     bucket, host = traffic.tokens_bucket / months, traffic.tokens_host / months
     hours = (bucket + host) / prefill_tokens_per_s / 3600

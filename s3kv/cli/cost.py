@@ -119,8 +119,8 @@ def cost(
         saved = paid = None
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)
-            by_bucket = saved.dollars * saved.tokens_bucket / max(1.0, saved.tokens)
-            paid = billing.paid_bytes(parts, by_bucket)
+            tokens = max(1.0, saved.tokens_bucket + saved.tokens_host)
+            paid = billing.paid_bytes(parts, saved.dollars * saved.tokens_bucket / tokens)
         print_json(_document(traffic, parts, saved, paid)) if as_json else _show(parts, saved, paid)
 
 

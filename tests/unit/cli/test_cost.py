@@ -44,6 +44,8 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 1,000,000 at that of a GET, of 1,000 GiB; 360 M tokens not computed."""
 
 MONTH = "730h"
+ENGINE = ("--gpu-dollars-per-hour", "3.6", "--prefill-tokens-per-s", "1000")
+"""A dollar for a million tokens."""
 
 
 def run(*arguments: str) -> Result:
@@ -111,6 +113,12 @@ def test_what_is_saved(metrics: str) -> None:
     assert "400,000" in text
 
 
+def test_what_a_tier_saves_is_not_known(tmp_path: Path) -> None:
+    (file := tmp_path / "metrics.txt").write_text(METRICS.replace("hit_tokens", "other"))
+    assert document("--metrics", str(file), "--over", MONTH)["counted"]["tokens_bucket"] is None
+    refused(run("--metrics", str(file), "--over", MONTH, *ENGINE), "does not count the tokens")
+
+
 def test_several_servers_are_summed(metrics: str) -> None:
     found = document("--metrics", metrics, "--metrics", metrics, "--over", MONTH)
     assert (found["counted"]["puts"], found["counted"]["gets"]) == (800_000, 2_000_000)
@@ -147,10 +155,6 @@ def test_nobody_there() -> None:
 )
 def test_wrong_use(options: list[str], said: str) -> None:
     refused(run(*options), said)
-
-
-ENGINE = ("--gpu-dollars-per-hour", "3.6", "--prefill-tokens-per-s", "1000")
-"""A dollar for a million tokens."""
 
 
 def test_the_largest_bucket_that_pays(metrics: str) -> None:

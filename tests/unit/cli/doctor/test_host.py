@@ -23,15 +23,10 @@ from tests.project import ROOT
 
 GIB = 2**30
 H200 = {
-    "torch": "2.13.0",
-    "cuda": "13.0",
-    "device": "NVIDIA H200",
-    "wanted_bytes": 64,
-    "pinned_bytes": 64,
-    "where": "on NUMA node 1, that of GPU 0000:5e:00.0",
-    "refusal": "",
-    "remedy": "",
-}
+    "torch": "2.13.0", "cuda": "13.0", "device": "NVIDIA H200",
+    "wanted_bytes": 64, "pinned_bytes": 64, "where": "on NUMA node 1, that of GPU 0000:5e:00.0",
+    "refusal": "", "remedy": "",
+}  # fmt: skip
 REFUSED = {
     "pinned_bytes": 0, "refusal": "cudaErrorMemoryAllocation (2)", "remedy": "set host_bytes"
 }  # fmt: skip
@@ -43,15 +38,9 @@ def pinned(nbytes: int) -> dict[str, Any]:
 
 
 FINE = Host(
-    available_bytes=16 * GIB,
-    slab_error="",
-    shm_bytes=8 * GIB,
-    memlock_bytes=None,
-    hash_seed="0",
-    vllm="0.32.0",
-    decoded_bytes_per_s=2.5e9,
-    gpu=H200,
-)
+    available_bytes=16 * GIB, slab_error="", shm_bytes=8 * GIB, memlock_bytes=None,
+    hash_seed="0", vllm="0.32.0", decoded_bytes_per_s=2.5e9, gpu=H200,
+)  # fmt: skip
 
 
 def judged(
