@@ -19,7 +19,8 @@ device, **save** is device → host memory, **upload** is host memory → bucket
   KV (latent attention), the first alone uploads. Gauges are the scheduler's: there is one of each
   per engine.
 - Under `MultiConnector` nothing changes.
-- All series are there from the start, with 0; those of the tier from their first value on.
+- All series are there from the start, with 0; those of the tier from the engine's first step on,
+  and its histograms from their first value on.
 - Numbers move with the engine's steps, and what an I/O process says of itself (`io_…`, `cost_usd`)
   once a second while there are steps: the metrics of an engine without requests stand still.
 - A step in which nothing has happened hands nothing over.

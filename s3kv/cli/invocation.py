@@ -71,8 +71,7 @@ def with_settings(
     @json_option
     @functools.wraps(command)
     def wrapped(*, file: Path | None, assign: tuple[str, ...], **options: Any) -> None:
-        names = ("bucket", "prefix", "region", "endpoint_url")
-        named = {name: options.pop(name) for name in names}
+        named = {n: options.pop(n) for n in ("bucket", "prefix", "region", "endpoint_url")}
         with reporting_errors():
             settings = read_settings(file, named, assign)
             if options.get("disk") is not None:

@@ -98,9 +98,8 @@ async def describe(store: Inventory, namespace: keys.Namespace) -> NamespaceCont
     `StoreError`."""
     came = await tried(lambda: read_small(store, namespace.manifest, MAX_MANIFEST_BYTES))
     text = b"" if came is None else came[1]
-    if not hashlib.sha256(text).hexdigest().startswith(namespace.digest):
-        return NamespaceContent(namespace)
-    return NamespaceContent(namespace, leaves(text) or {})
+    is_its_own = hashlib.sha256(text).hexdigest().startswith(namespace.digest)
+    return NamespaceContent(namespace, (leaves(text) if is_its_own else None) or {})
 
 
 async def report_empty(store: Inventory, bucket: str, prefix: str) -> None:

@@ -117,6 +117,9 @@ class S3Tier(Guarded, SecondaryTierManager):
             is_observed=offloading_spec.kv_events_config.enable_kv_cache_events,
         )
         self._telemetry = Telemetry(TIER_METRICS, TIER_SHARES, TierTraffic())
+        plain = ((name, metric) for name, metric in TIER_METRICS.items() if not metric.buckets)
+        self._first: Values = {key: 0 for name, metric in plain for key in metric.keys(name)}
+        """For the first report: Prometheus overlooks the growth of a series that begins above 0."""
         self._open: set[int] = set()
         """vLLM's jobs that have not been reported."""
         self._now_s = time.monotonic()
@@ -244,9 +247,8 @@ class S3Tier(Guarded, SecondaryTierManager):
         self.planner.reset()
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
-        now_s = time.monotonic()
         for end in self._tier.client.poll():
-            self.planner.on_end(end, now_s)
+            self.planner.on_end(end, time.monotonic())
         self.planner.changes.clear()  # of keys without the salt
         self._salt = secrets.token_bytes(32)
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
@@ -307,7 +309,8 @@ class S3Tier(Guarded, SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         self._telemetry.is_stale = True
         counters = (self.planner.counters, self._tier.client.counters)
-        values = self._telemetry.take(self._gauges, *counters)
+        values = self._first | self._telemetry.take(self._gauges, *counters)
+        self._first = {}
         return _stats(values) if values else None
 
     @guarded(default=dict)

@@ -366,6 +366,9 @@ def test_metrics(engine: Offloading, s3kv: Entry) -> None:
         values = engine.manager.get_stats().reduce()
         return [sum(n for key, n in values.items() if key.startswith(name)) for name in ours]
 
+    first = engine.manager.get_stats().reduce()
+    named = ["fetch_corrupt", "io_requests:('GET', '2xx')", "saves_dropped:('inflight',)"]
+    assert [first[f"vllm:s3kv_{name}"] for name in named] == [0, 0, 0]  # before there are any
     put(engine, 2)
     assert counted() == [2, 0, 0]
     context, chunks = engine.request(), keys(3)

@@ -139,7 +139,8 @@ class BucketExamination:
         if written and readable:
             await self._ask("clock", "s3:GetObject", self._clock(begin_s, end_s))
             await self._ask("latency", "s3:GetObject", self._latency())
-            await self._refresh()
+            if self.config.refresh_after_s:
+                await self._refresh()
         gone = not read_only and await self._delete()
         if self.bandwidth_bytes and written and readable and gone:
             action = "s3:PutObject and s3:GetObject"
@@ -222,9 +223,7 @@ class BucketExamination:
         self._note("latency", "ok", told)
 
     async def _refresh(self) -> None:
-        """Try the copy of an object onto itself, if `refresh_after_s` is set."""
-        if self.config.refresh_after_s == 0:
-            return
+        """Try the copy of an object onto itself."""
         try:
             info = await self.store.head(self.key)
             if info is not None:
