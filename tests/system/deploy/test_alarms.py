@@ -44,8 +44,10 @@ WELL: dict[str, str] = {
     "fetch_seconds_bucket{%s,le='+Inf'}": "0+1000x{n}",
     "io_throttled_total{%s}": "0+10x{n}",
     "io_requests_total{%s,verb='GET',status='2xx'}": "0+1000x{n}",
-    "upload_failed_total{%s}": "0+10x{n}",
-    "io_restarts_total{%s}": "0x{m} 1x60",
+    "upload_ok_total{%s}": "0+4500x{n}",  # of eight ranks
+    "upload_exists_total{%s}": "0+200x{n}",
+    "upload_failed_total{%s}": "0+100x{n}",
+    "io_restarts_total{%s}": "0x{m} 0x50 1x3 2x7",
     "io_disk_failed_total{%s}": "0x{n}",
     "internal_errors_total{%s}": "0x{n}",
 }
@@ -71,8 +73,8 @@ ILL: dict[str, dict[str, str]] = {
         "fetch_seconds_bucket{%s,le='2.0'}": "0+980x{n}",
     },
     "S3kvStoreThrottles": {"io_throttled_total{%s}": "0x{m} 0+200x60"},
-    "S3kvUploadsFail": {"upload_failed_total{%s}": "0x{m} 0+300x60"},
-    "S3kvIoProcessRestarts": {"io_restarts_total{%s}": "0x{m} 0x50 0+1x10"},
+    "S3kvUploadsFail": {"upload_failed_total{%s}": "0x{m} 0+600x60"},
+    "S3kvIoProcessRestarts": {"io_restarts_total{%s}": "0x{m} 0x50 1x3 2x3 3x3"},
     "S3kvDiskFails": {"io_disk_failed_total{%s}": "0x{m} 0x50 1x10"},
     "S3kvInternalError": {"internal_errors_total{%s}": "0x{m} 1x60"},
 }
