@@ -155,7 +155,9 @@ class S3Tier(Guarded, SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._now_s = time.monotonic()
         request_id = req_context.req_id
-        self.planner.begin(request_id, read_limits(req_context.kv_transfer_params, request_id))
+        limits = read_limits(req_context.kv_transfer_params, request_id)
+        # vLLM itself asks for no more than its own `max_load_tokens`.
+        self.planner.begin(request_id, may_load=self._may_load and limits.load_tokens != 0)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -168,8 +170,6 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: LookupResult.MISS)
     def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        if not self._may_load:
-            return LookupResult.MISS
         end_token = context.get_offload_key_position(key)
         answer = self.planner.lookup(context.req_id, self._chunk(key), end_token, self._now_s)
         return _RESULTS[answer]

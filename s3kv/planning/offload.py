@@ -36,7 +36,6 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.deadline import Wait, WaitFacts, keep_waiting
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
-from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
@@ -66,7 +65,7 @@ class _OffloadRequest:
     ends its scan. is_closed: it waits no more. is_barred: nor saves. computing_s, computing_step:
     when its prefill was last measured."""
 
-    limits: RequestLimits = NO_LIMITS
+    may_load: bool = True
     wait: Wait = field(default_factory=Wait)
     promised: set[ChunkKey] = field(default_factory=set)
     new: dict[ChunkKey, bool] = field(default_factory=dict)
@@ -123,9 +122,9 @@ class OffloadPlanner:
         """Keys that a request has given up, until when: others do not begin to wait for them."""
         self._compute_s = math.inf  # of a chunk, until it is measured: patience alone counts
 
-    def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
+    def begin(self, request_id: str, *, may_load: bool = True) -> None:
         """Note a new request."""
-        self._requests[request_id] = _OffloadRequest(limits, window=self._first_window)
+        self._requests[request_id] = _OffloadRequest(may_load, window=self._first_window)
 
     def finish(self, request_id: str) -> None:
         """Forget a request. Its fetches continue, because others may wait for the same rows."""
@@ -148,7 +147,7 @@ class OffloadPlanner:
     ) -> OffloadAnswer:
         """Answer a lookup of a key that the primary tier does not have. end_token: number of the
         prompt's tokens up to the end of the chunk; None if it is not known."""
-        if (request := self._requests.get(request_id)) is None:
+        if (request := self._requests.get(request_id)) is None or not request.may_load:
             return OffloadAnswer.MISS
         is_over = request.is_closed or key in request.lost
         if request.stop or request_id in self.retries or (is_over and request.fetching):
@@ -162,9 +161,6 @@ class OffloadPlanner:
         if key in request.promised:  # its row was given to somebody else meanwhile
             return self._refuse("fetches_without_room")
         self._active[request_id] = request
-        load_tokens = request.limits.load_tokens
-        if load_tokens is not None and (end_token is None or end_token > load_tokens):
-            return OffloadAnswer.MISS
         is_probe = not (self.index.is_present(key) or key.block_hash in request.found)
         if is_probe and self.index.is_absent(key, now_s):
             return self._refuse("fetches_spared")

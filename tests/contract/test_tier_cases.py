@@ -341,9 +341,11 @@ def test_what_an_engine_and_a_request_may_do(
     """manager: tier_filter_skips_filtered_secondary, tier_filter_allows_matching_secondary,
     complete_store_forwards_req_context_to_submit_store."""
     engine, params = start(role=role), {"s3kv": {"save": saves or role == "kv_consumer"}}
+    params["max_load_tokens"] = 128  # behind those in the engine's own cache, which vLLM knows
     context = base.ReqContext("it", params, load_tier_filter=_parse_tier_filter(tiers))
     engine.manager.on_new_request(context)
-    assert (engine.manager.lookup(*keys(1), context) is PENDING) == loads
+    context.set_offload_key_position(asked := keys(1)[0], 1024 + 128)
+    assert (engine.manager.lookup(asked, context) is PENDING) == loads
     engine.manager.prepare_store(chunks := keys(1), context)
     context.set_offload_key_position(*chunks, 128)
     engine.manager.complete_store(chunks, context)

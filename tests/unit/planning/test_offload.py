@@ -13,7 +13,6 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
 from s3kv.planning.pace import Pace
-from s3kv.planning.requests import RequestLimits
 from s3kv.planning.row_transfers import RowKey
 from s3kv.types import ChunkKey, Outcome
 
@@ -243,13 +242,10 @@ def test_fetches_of_a_request_that_has_ended_are_cancelled_when_they_are_late() 
     assert desk.planner.transfers.take_cancels() == [job.job_id]
 
 
-def test_limits_of_a_request() -> None:
+def test_a_request_that_may_not_load() -> None:
     desk = Desk()
-    desk.planner.begin("a", RequestLimits(load_tokens=128))
-    key = row_key(name_of(0, 1)).chunk
-    ends = (None, 256, 128)
-    answers = [desk.planner.lookup("a", key, end, desk.now_s) for end in ends]
-    assert answers == [MISS, MISS, HIT]
+    desk.planner.begin("a", may_load=False)
+    assert desk.look_up("a", 1) == [MISS]
 
 
 def test_prefill_is_measured_and_decoding_is_not() -> None:
