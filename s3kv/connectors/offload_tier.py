@@ -61,6 +61,7 @@ from s3kv.planning.index import BucketIndex
 from s3kv.planning.lookup import salted
 from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
 from s3kv.planning.pace import Pace
+from s3kv.planning.requests import RequestLimits
 from s3kv.planning.row_transfers import RowKey, TransferEnd
 from s3kv.types import ChunkKey
 
@@ -156,8 +157,9 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._now_s = time.monotonic()
         request_id = req_context.req_id
         limits = read_limits(req_context.kv_transfer_params, request_id)
-        # vLLM itself asks for no more than its own `max_load_tokens`.
-        self.planner.begin(request_id, may_load=self._may_load and limits.load_tokens != 0)
+        loads = limits.load_tokens if self._may_load else 0
+        saves = limits.save_tokens if self._may_save else 0
+        self.planner.begin(request_id, RequestLimits(saves, loads))
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -170,9 +172,8 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: LookupResult.MISS)
     def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        end_token = context.get_offload_key_position(key)
-        answer = self.planner.lookup(context.req_id, self._chunk(key), end_token, self._now_s)
-        return _RESULTS[answer]
+        chunk, end_token = self._chunk(key), context.get_offload_key_position(key)
+        return _RESULTS[self.planner.lookup(context.req_id, chunk, end_token, self._now_s)]
 
     @guarded(default=lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -183,41 +184,29 @@ class S3Tier(Guarded, SecondaryTierManager):
     @guarded(default=lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.planner.finish(req_context.req_id)
-        self._log(finished=True)
+        self._telemetry.log(self.planner, time.monotonic(), finished=True)
 
     @guarded(default=lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self.planner.end_pass(context.new_req_ids, time.monotonic())
+        now_s = time.monotonic()
+        self.planner.end_pass(context.new_req_ids, now_s)
         self._send(self.planner.uses())
         self._cancel()
         self._tier.client.flush()
-        self._log()
+        self._telemetry.log(self.planner, now_s)
 
     # --- transfers -------------------------------------------------------------------------
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._open.add(job_metadata.job_id)
-        self._load(job_metadata)
+        self._begin(job_metadata)
+
+    submit_store = submit_load
 
     @guarded(default=lambda: None)
-    def _load(self, job: TransferJob) -> None:
-        request_id, now_s = job.req_context.req_id, time.monotonic()
-        self._send(self.planner.load(job.job_id, request_id, self._rows(job), now_s))
-
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        self._open.add(job_metadata.job_id)
-        self._store(job_metadata)
-
-    @guarded(default=lambda: None)
-    def _store(self, job: TransferJob) -> None:
-        context = job.req_context
-        most = read_limits(context.kv_transfer_params).save_tokens if self._may_save else 0
-        keys = [
-            (key, row)
-            for key, row in self._rows(job)
-            if most is None or (context.get_offload_key_position(key.name) or most + 1) <= most
-        ]
-        self._send(self.planner.store(job.job_id, context.req_id, keys, time.monotonic()))
+    def _begin(self, job: TransferJob) -> None:
+        begin = self.planner.load if job.is_promotion else self.planner.store
+        self._send(begin(job.job_id, job.req_context.req_id, self._rows(job), time.monotonic()))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         ends: Sequence[TransferEnd] = self._ended()
@@ -231,13 +220,15 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=list)
     def _ended(self) -> list[TransferEnd]:
-        client, planner = self._tier.client, self.planner
+        self._poll()
+        return self.planner.transfers.take_ends()
+
+    def _poll(self) -> None:
         self._now_s = now_s = time.monotonic()
-        for end in client.poll():
+        for end in self._tier.client.poll():
             if end.kind in (JobKind.FETCH, JobKind.UPLOAD) and end.outcome.is_success:
                 self._telemetry.add_seconds({f"{end.kind.value}_seconds": [end.seconds]})
-            planner.on_end(end, now_s)
-        return planner.transfers.take_ends()
+            self.planner.on_end(end, now_s)
 
     @guarded(default=lambda: None)
     def drain_jobs(self) -> None:
@@ -247,8 +238,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         self.planner.reset()
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
-        for end in self._tier.client.poll():
-            self.planner.on_end(end, time.monotonic())
+        self._poll()
         self.planner.changes.clear()  # of keys without the salt
         self._salt = secrets.token_bytes(32)
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
@@ -264,8 +254,9 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._tier.client.close()
 
     def _rows(self, job: TransferJob) -> list[tuple[RowKey, int]]:
-        rows = job.chunk_ids.tolist()
-        return [(RowKey(k, self._chunk(k)), row) for k, row in zip(job.keys, rows, strict=True)]
+        end_of = job.req_context.get_offload_key_position
+        keys = [RowKey(key, self._chunk(key), end_of(key)) for key in job.keys]
+        return list(zip(keys, job.chunk_ids.tolist(), strict=True))
 
     def _chunk(self, key: OffloadKey) -> ChunkKey:
         """vLLM's key: the hash of the chunk's last block, and the number of its group."""
@@ -320,9 +311,6 @@ class S3Tier(Guarded, SecondaryTierManager):
             "prefill_tokens_per_s": self.planner.pace.prefill_tokens_per_s,
             **{f"breaker|{state.value}": int(state is now) for state in BreakerState},
         }
-
-    def _log(self, *, finished: bool = False) -> None:
-        self._telemetry.log(self.planner, time.monotonic(), finished=finished)
 
 
 def _stats(values: Values) -> OffloadingConnectorStats:

@@ -36,14 +36,13 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.deadline import Wait, WaitFacts, keep_waiting
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
+from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
 _FIRST_WINDOW = 64  # most probes of a request at first, as of the connector's lookups (decision 8)
 _LARGEST_WINDOW = 256
-_PROBE_SHARE = 32
-"""A request's first window is at most one row in so many. All requests together have four of them,
-so that a cold prompt evicts little."""
+_PROBE_SHARE = 32  # a first window is at most one row in so many; all requests have four of them
 _SPARE_SHARE = 8  # one row in so many is never promised: vLLM needs some for the computed chunks
 _UPLOAD_SHARE = 4  # uploads pin at most one row in so many, because vLLM cannot evict pinned rows
 
@@ -62,10 +61,11 @@ class _OffloadRequest:
     without a job yet. fetching: its fetches, by key. probes: unknown keys among both. found: hashes
     of which some group's chunk arrived. lost: keys that failed. behind: keys that it has yet to be
     promised, as of its last whole scan. stop: group and end token of the RETRY of this pass that
-    ends its scan. is_closed: it waits no more. is_barred: nor saves. computing_s, computing_step:
-    when its prefill was last measured."""
+    ends its scan. is_closed: it waits no more. is_barred: nor saves. first: least end token of a
+    lookup; vLLM's own cache has what is before it. computed: keys from there on that were stored
+    in this pass, and when. computing_s, computing_step: when its prefill was last measured."""
 
-    may_load: bool = True
+    limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
     promised: set[ChunkKey] = field(default_factory=set)
     new: dict[ChunkKey, bool] = field(default_factory=dict)
@@ -79,6 +79,8 @@ class _OffloadRequest:
     stop: tuple[int, int] | None = None
     is_closed: bool = False
     is_barred: bool = False
+    first: float = math.inf
+    computed: dict[ChunkKey, float] = field(default_factory=dict)
     computing_s: float = 0.0
     computing_step: int = 0
 
@@ -122,15 +124,16 @@ class OffloadPlanner:
         """Keys that a request has given up, until when: others do not begin to wait for them."""
         self._compute_s = math.inf  # of a chunk, until it is measured: patience alone counts
 
-    def begin(self, request_id: str, *, may_load: bool = True) -> None:
-        """Note a new request."""
-        self._requests[request_id] = _OffloadRequest(may_load, window=self._first_window)
+    def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
+        """Note a new request. limits: one on loads is vLLM's to keep, unless it is 0."""
+        self._requests[request_id] = _OffloadRequest(limits, window=self._first_window)
 
     def finish(self, request_id: str) -> None:
         """Forget a request. Its fetches continue, because others may wait for the same rows."""
         self._active.pop(request_id, None)
         self.retries.pop(request_id, None)
         if (request := self._requests.pop(request_id, None)) is not None:
+            self._measure(request)
             self._release(request)
             self._probes -= request.probes
 
@@ -145,11 +148,11 @@ class OffloadPlanner:
     def lookup(
         self, request_id: str, key: ChunkKey, end_token: int | None, now_s: float
     ) -> OffloadAnswer:
-        """Answer a lookup of a key that the primary tier does not have. end_token: number of the
-        prompt's tokens up to the end of the chunk; None if it is not known."""
-        if (request := self._requests.get(request_id)) is None or not request.may_load:
+        """Answer a lookup of a key that the primary tier lacks. end_token: as in `RowKey`."""
+        if (request := self._requests.get(request_id)) is None:
             return OffloadAnswer.MISS
-        is_over = request.is_closed or key in request.lost
+        request.first = min(request.first, end_token or math.inf)
+        is_over = request.is_closed or key in request.lost or request.limits.load_tokens == 0
         if request.stop or request_id in self.retries or (is_over and request.fetching):
             return self._retry(request_id, request, key, end_token)
         if is_over:
@@ -206,8 +209,8 @@ class OffloadPlanner:
     def end_pass(self, scheduled: Iterable[str], now_s: float) -> None:
         """End a scheduling pass, after its `load` calls. scheduled: requests that the engine begins
         to compute; vLLM has pinned the rows that they load."""
-        self._step += 1
         for request_id, request in tuple(self._active.items()):
+            self._measure(request)
             if request.new:  # vLLM had no row for these, and has answered MISS in our place
                 self._give_up_new(request)
             retries = self.retries.pop(request_id, 0)
@@ -218,13 +221,13 @@ class OffloadPlanner:
                 self._decide(request, retries, now_s)
             if not request.fetching:
                 del self._active[request_id]
+        self._step += 1
         while self._slow and next(iter(self._slow.values())) <= now_s:
             del self._slow[next(iter(self._slow))]
-        for request_id in scheduled:
-            if (begun := self._requests.get(request_id)) is not None:
-                self._release(begun)
-                begun.wait.start_over()
-                begun.computing_s, begun.computing_step, begun.behind = now_s, self._step, 0
+        for begun in filter(None, map(self._requests.get, scheduled)):
+            self._release(begun)
+            begun.wait.start_over()
+            begun.computing_s, begun.computing_step, begun.behind = now_s, self._step, 0
         # Of requests that have ended: others may wait for their rows, which only an end gives back.
         self.transfers.cancel_loads(now_s - self._max_wait_s, but_of=self._requests)
 
@@ -280,7 +283,6 @@ class OffloadPlanner:
             for job in jobs:
                 self.transfers.jobs[job.job_id].is_probe = request.new.pop(job.key, False)
                 request.fetching[job.key] = job.job_id
-            self._active[request_id] = request
             request.wait.asked_s = now_s
             request.wait.wake()
         self.counters["fetches"] += len(jobs)
@@ -297,13 +299,16 @@ class OffloadPlanner:
             self.counters.update({"saves_dropped": len(keys), "saves_after_reset": len(keys)})
             transfer.is_whole, keys = False, ()
         elif request is not None:
-            self._computed(request, keys, now_s)
+            self._active[request_id] = request
+            computed = (key.chunk for key, _ in keys if (key.end_token or 0) >= request.first)
+            request.computed |= dict.fromkeys(computed, now_s)
+            if (most := request.limits.save_tokens) is not None:
+                keys = [row for row in keys if (row[0].end_token or most + 1) <= most]
         jobs = []
         for key, row in keys:
             is_down = self.breaker.is_open(now_s)
             if self.index.is_present(key.chunk):
                 self.use(key, now_s)
-                transfer.succeeded.append(key.name)
             elif is_down or self.transfers.uploads >= self._most_uploads:
                 self.counters["saves_dropped"] += 1
                 self.counters["saves_refused_by_breaker"] += is_down
@@ -327,12 +332,14 @@ class OffloadPlanner:
         self._uses.update((job.job_id, RowKey(self._names.pop(job.key), job.key)) for job in jobs)
         return jobs
 
-    def _computed(self, request: _OffloadRequest, keys: RowKeys, now_s: float) -> None:
-        """Measure the speed of prefill by the chunks that a request has computed since it was
-        scheduled, or since the last ones. Decoding takes a step for every token, so it is told
-        apart by the tokens per step."""
-        chunks = Counter(key.chunk.group for key, _ in keys)
-        tokens = self._chunk_tokens * max(chunks.values(), default=0)
+    def _measure(self, request: _OffloadRequest) -> None:
+        """Measure the speed of prefill by the chunks that a request has computed since the last
+        ones, or since it was scheduled. vLLM may store those of one step in several transfers.
+        Decoding takes a step for every token, so it is told apart by the tokens per step."""
+        if not request.computed:
+            return
+        now_s = max(request.computed.values())
+        tokens = self._chunk_tokens * max(Counter(key.group for key in request.computed).values())
         steps, seconds = self._step - request.computing_step, now_s - request.computing_s
         # With a hole in what has arrived, the engine computes chunks that are not stored again.
         is_whole = not (request.is_closed or (request.lost and request.found))
@@ -340,6 +347,7 @@ class OffloadPlanner:
         if request.computing_step and seconds > 0 and is_whole and is_prefill:
             self.pace.prefilled(tokens, seconds)
             self._compute_s = self.pace.compute_s(self._chunk_tokens)
+        request.computed.clear()
         request.computing_s, request.computing_step = now_s, self._step
 
     def on_end(self, end: JobEnd, now_s: float) -> None:

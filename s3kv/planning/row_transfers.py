@@ -19,10 +19,12 @@ from s3kv.types import ChunkKey
 
 
 class RowKey(NamedTuple):
-    """A key as vLLM names it, and as the bucket does."""
+    """A key as vLLM names it, and as the bucket does. end_token: number of the prompt's tokens up
+    to the end of the chunk; None if it is not known."""
 
     name: bytes
     chunk: ChunkKey
+    end_token: int | None = None
 
 
 RowKeys = Sequence[tuple[RowKey, int]]

@@ -218,6 +218,7 @@ def test_the_tier_fetches_from_the_disk_as_well() -> None:
 def test_a_wait_of_the_tier_for_the_disk_goes_by_its_own_time() -> None:
     desk = test_offload.Desk("a")
     pace = desk.planner.pace
+    desk.look_up("a", 100)
     desk.end_pass("a")
     desk.now_s += 0.1
     desk.store("a", *range(100, 108))

@@ -13,6 +13,7 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
 from s3kv.planning.pace import Pace
+from s3kv.planning.requests import RequestLimits
 from s3kv.planning.row_transfers import RowKey
 from s3kv.types import ChunkKey, Outcome
 
@@ -58,7 +59,9 @@ class Desk:
         return [lookup(request, key, end, now_s) for key, end in zip(keys, ends, strict=True)]
 
     def rows(self, *numbers: int, group: int = 0) -> list[tuple[RowKey, int]]:
-        return [(row_key(name_of(group, number)), number) for number in numbers]
+        keys = [row_key(name_of(group, number)) for number in numbers]
+        ends = [CHUNK_TOKENS * (1 + number) for number in numbers]
+        return [(key._replace(end_token=e), e) for key, e in zip(keys, ends, strict=True)]
 
     def load(self, request: str, *numbers: int, group: int = 0) -> list[BucketJob]:
         self.transfers += 1
@@ -242,25 +245,45 @@ def test_fetches_of_a_request_that_has_ended_are_cancelled_when_they_are_late() 
     assert desk.planner.transfers.take_cancels() == [job.job_id]
 
 
-def test_a_request_that_may_not_load() -> None:
+def test_limits_of_a_request() -> None:
+    """vLLM itself looks up no more than so many tokens after those in its own cache."""
     desk = Desk()
-    desk.planner.begin("a", may_load=False)
-    assert desk.look_up("a", 1) == [MISS]
+    for name, most in (("a", 0), ("b", 128)):
+        desk.planner.begin(name, RequestLimits(load_tokens=most))
+    assert [desk.look_up(name, 9) for name in "ab"] == [[MISS], [HIT]]
 
 
-def test_prefill_is_measured_and_decoding_is_not() -> None:
-    desk = Desk("a")
+@pytest.mark.parametrize("ends_at_once", [False, True])
+@pytest.mark.parametrize("save_tokens", [None, 0])
+@pytest.mark.parametrize(
+    ("first", "stores"),
+    [(0, [range(8)]), (0, [range(3), range(3, 8)]), (4, [range(8)]), (9, [range(8)])],
+    ids=["all", "in two transfers", "but what vLLM's own cache has", "nothing"],
+)
+def test_prefill_is_measured_and_decoding_is_not(
+    first: int, stores: list[range], save_tokens: int | None, ends_at_once: bool
+) -> None:
+    desk = Desk()
+    desk.planner.begin("a", RequestLimits(save_tokens))
+    desk.look_up("a", first)
     desk.end_pass("a")
     for _ in range(2):
         desk.end_pass()
     desk.now_s += 2.0
-    desk.store("a", *range(8))
-    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(8 * CHUNK_TOKENS / 2)
+    for chunks in stores:
+        assert bool(desk.store("a", *chunks)) is (save_tokens is None)
+        desk.now_s += 1e-6
+    if ends_at_once:
+        desk.planner.finish("a")
+    desk.end_pass()
+    speed = (8 - first) * CHUNK_TOKENS / 2 if first < 8 else 8000.0
+    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(speed)
     for _ in range(CHUNK_TOKENS):
         desk.end_pass()
     desk.now_s += 50.0
-    desk.store("a", 8)
-    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(8 * CHUNK_TOKENS / 2)
+    desk.store("a", 9)
+    desk.end_pass()
+    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(speed)
 
 
 def test_a_wait_is_patient_until_prefill_is_measured() -> None:
@@ -269,16 +292,18 @@ def test_a_wait_is_patient_until_prefill_is_measured() -> None:
     for name, computed_s in (("a", None), ("b", 0.1)):
         desk.planner.begin(name)
         if computed_s is not None:
+            desk.look_up(name, 100)
             desk.end_pass(name)
             desk.now_s += computed_s
             desk.store(name, *range(100, 108))
         chunks = range(8) if name == "a" else range(20, 28)
         desk.look_up(name, *chunks)
-        desk.load(name, *chunks)
+        jobs = desk.load(name, *chunks)
         desk.end_pass()
         desk.now_s += 0.5  # less than patience, more than eight chunks take at that speed
         desk.end_pass()
-        assert bool(desk.planner.transfers.take_cancels()) is (name == "b")
+        cancelled = jobs[0].job_id in desk.planner.transfers.take_cancels()
+        assert cancelled is (name == "b")
 
 
 def test_a_store_with_holes_measures_nothing() -> None:
