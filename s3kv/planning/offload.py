@@ -221,12 +221,13 @@ class OffloadPlanner:
                 self._decide(request, retries, now_s)
             if not request.fetching:
                 del self._active[request_id]
+                if request.computing_step and not retries:  # it resumes, and vLLM may not say so
+                    self._release(request)
         self._step += 1
         while self._slow and next(iter(self._slow.values())) <= now_s:
             del self._slow[next(iter(self._slow))]
         for begun in filter(None, map(self._requests.get, scheduled)):
             self._release(begun)
-            begun.wait.start_over()
             begun.computing_s, begun.computing_step, begun.behind = now_s, self._step, 0
         # Of requests that have ended: others may wait for their rows, which only an end gives back.
         self.transfers.cancel_loads(now_s - self._max_wait_s, but_of=self._requests)
@@ -243,6 +244,7 @@ class OffloadPlanner:
     def _release(self, request: _OffloadRequest) -> None:
         self._promised -= len(request.promised)
         request.promised.clear()
+        request.wait.start_over()
 
     def _decide(self, request: _OffloadRequest, retries: int, now_s: float) -> None:
         """Close a request whose wait has ended, and cancel its fetches."""

@@ -154,6 +154,27 @@ def test_rows_that_others_hold_are_waited_for_and_too_many_are_a_miss() -> None:
     assert desk.look_up("b", *range(24, 40)) == [HIT] * 14 + [MISS] * 2
 
 
+def test_a_request_that_resumes_holds_its_rows_until_it_has_them_all() -> None:
+    """vLLM's first model runner does not say that such a request begins."""
+    desk = Desk("abcde", rows=16)
+    for number in range(40):
+        desk.planner.index.note_present(row_key(name_of(0, number)).chunk)
+    desk.end_pass("a")
+    for before, after in ("bc", "de"):
+        desk.now_s += MAX_WAIT_S  # computed, and preempted; it may wait as long again
+        chunks = range(10) if before == "b" else range(10, 20)
+        assert desk.look_up("a", *chunks) == [HIT] * 10
+        jobs = desk.load("a", *chunks)
+        assert desk.look_up(before, *range(30, 40)) == [HIT] * 4 + [RETRY] * 6
+        desk.end_pass()
+        assert not desk.planner.transfers.take_cancels()
+        desk.planner.finish(before)
+        desk.end(jobs)
+        desk.end_pass()
+        assert desk.look_up(after, *range(26, 40)) == [HIT] * 14
+        desk.end_pass()
+
+
 def test_a_hit_for_which_there_is_no_row_is_given_up() -> None:
     desk = Desk("a")
     assert desk.look_up("a", 1) == [HIT]
