@@ -131,15 +131,15 @@ class KVPlanner:
     def prefetch(
         self, request_id: str, local_tokens: int, now_s: float, *, tokens: int | None = None
     ) -> None:
-        """Order a queued request's first chunks, unless half the slots are reserved or pinned.
+        """Order a queued request's first chunks, until half the slots are reserved or pinned.
         tokens: as for `lookup`."""
-        figures = self.ledger.table.statistics()
-        if 2 * (figures.reserved + figures.pinned) >= self.ledger.table.count:
-            return
-        request = self._requests[request_id]
-        if self._settings.may_load and not request.saving.is_barred:
+        figures, request = self.ledger.table.statistics(), self._requests[request_id]
+        room = -(-self.ledger.table.count // 2) - figures.reserved - figures.pinned
+        if room > 0 and self._settings.may_load and not request.saving.is_barred:
             request.arrange(local_tokens, tokens)
-            self._collect(request, now_s, KNOWN_WINDOW_CHUNKS)
+            self._collect(request, now_s, min(room, KNOWN_WINDOW_CHUNKS))
+            # The rest waits for its first lookup.
+            self._unfinished.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that is over or aborted. Its load, if one runs, keeps its chunks."""

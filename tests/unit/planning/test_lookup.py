@@ -134,6 +134,17 @@ def test_prefetch_leaves_half_of_host_memory_alone() -> None:
     assert len(desk.fetches()) == 2
 
 
+def test_prefetch_of_one_long_prefix_leaves_half_of_host_memory_alone() -> None:
+    desk = Desk(slots=8, probe_chunks=4)
+    desk.add("queued", known(desk, 8))
+    desk.planner.prefetch("queued", 0, 0.0)
+    assert len(desk.fetches()) == 4
+    assert desk.fetches() == (), "nor in later steps"
+    assert desk.ask("scheduled", "aaaabbbbccccdddd") == WAIT
+    assert len(desk.fetches()) == 4
+    assert desk.planner.counters["fetches_without_room"] == 0
+
+
 def test_a_local_hit_moves_the_start() -> None:
     desk = Desk(probe_chunks=1)
     assert desk.ask("r", LONG, local_tokens=6) == WAIT
