@@ -42,13 +42,11 @@ class Codec(Protocol):
     def encode(self, segment: memoryview, item_bytes: int) -> bytes | None:
         """The segment compressed; None if that is not shorter, or the segment is no whole number of
         items."""
-        ...
 
     def decode(self, data: memoryview, target: memoryview, item_bytes: int) -> bool:
         """Decode `data`, as `encode` made it of a segment of `len(target)` bytes, into `target`.
         False if it is no such data; the content of `target` is undefined then. Writes to nothing
         else, whatever the data."""
-        ...
 
 
 class Blosc2:

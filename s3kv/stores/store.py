@@ -33,12 +33,10 @@ class Receiver(Protocol):
         None: another read has the place, so this one must not write, and its result or error is
         meaningless.
         """
-        ...
 
     def arrived(self, nbytes: int) -> None:
         """Note that the first `nbytes` of the requested bytes have been written. Called any number
         of times while they arrive; not necessarily for the last ones."""
-        ...
 
 
 def landing(place: Place, receiver: Receiver | None, nbytes: int, whole_bytes: int) -> Place | None:
@@ -99,11 +97,9 @@ class Inventory(Protocol):
         Nothing writes to the memory after the coroutine has ended (returned, raised or been
         cancelled), so that the caller can reuse it.
         """
-        ...
 
     async def head(self, key: str) -> ObjectInfo | None:
         """The object's metadata, or None if there is no such object."""
-        ...
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
@@ -111,7 +107,6 @@ class Inventory(Protocol):
         Returns the keys of the objects it left because they had changed. After an error some
         objects may be gone.
         """
-        ...
 
     def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         """List every object whose key starts with `prefix`, in key order if the store has one (a
@@ -119,13 +114,11 @@ class Inventory(Protocol):
 
         after: list only keys after this one; only for stores with a key order.
         """
-        ...
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
         """List the folders directly under `prefix`: of each key the part between `prefix` and the
         next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
         1000."""
-        ...
 
 
 class ObjectStore(Inventory, Protocol):
@@ -134,7 +127,6 @@ class ObjectStore(Inventory, Protocol):
     @property
     def traffic(self) -> Traffic:
         """Counters of all requests so far, of every method."""
-        ...
 
     async def get_into(
         self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
@@ -146,7 +138,6 @@ class ObjectStore(Inventory, Protocol):
         together if their ETags are equal. Raises `StoreUnranged`, with the content of the memory
         undefined, if the object ends at or before `first`, or the store serves no ranges.
         """
-        ...
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         """Write the object in `place`. Returns False if `if_absent` and it was already there.
@@ -154,7 +145,6 @@ class ObjectStore(Inventory, Protocol):
         The caller leaves `place` unchanged until the coroutine has ended. After an error the object
         may or may not have been written, but never in part.
         """
-        ...
 
     async def refresh(self, key: str, modified_s: float) -> bool:
         """Rewrite the object unchanged, within the store: its age starts again from zero.
@@ -163,7 +153,6 @@ class ObjectStore(Inventory, Protocol):
         the object has been written since or is gone. A server that does not know this condition
         rewrites whatever is there.
         """
-        ...
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         """Remove the object; a missing object is no error.
@@ -171,12 +160,10 @@ class ObjectStore(Inventory, Protocol):
         Returns False, having done nothing, if the object has another ETag than `if_etag`. A server
         without conditional deletes removes whatever is there.
         """
-        ...
 
     async def erase(self, key: str) -> bool:
         """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
         else writes. Returns False if versions stay, because the credentials may not delete them."""
-        ...
 
     async def check(self, prefix: str | None = None) -> bool:
         """Check that the bucket can be used: it exists, and the credentials may list it.
@@ -185,11 +172,9 @@ class ObjectStore(Inventory, Protocol):
         Raises `StoreMissing`, `StoreDenied` or `StoreUnavailable` with a message that a person can
         act on: it names the bucket, the endpoint and the setting to look at.
         """
-        ...
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        ...
 
 
 async def read_small(

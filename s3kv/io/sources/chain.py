@@ -44,12 +44,10 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """`JobEnd.source` of its answers."""
-        ...
 
     @property
     def is_near(self) -> bool:
         """Whether it is on this host, and copies objects of the bucket."""
-        ...
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
         """Fetch the object of a job into its place, and verify it. None if the source has nowhere
@@ -59,7 +57,6 @@ class Source(Protocol):
         one in quarantine), CORRUPT for a bad one. Raises `StoreError` if the source fails. After it
         has ended (returned, raised or been cancelled), nothing writes to `job.place`.
         """
-        ...
 
 
 def chain_of(

@@ -13,11 +13,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Literal
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
+from s3kv.io.sources.executors import started
 from s3kv.io.sources.reception import Decoder
 from s3kv.io.sources.speeds import pays
 from s3kv.io.sources.staging import StagingMemory
@@ -152,18 +153,18 @@ class Compressor:
 def open_compressor(config: Config, clock: Callable[[], float]) -> Compressor:
     """The compressor that the settings ask for. Imports the codec, whose objects are read with
     every setting, which takes some tenths of a second. Raises `ConfigError` if `compress` is "on"
-    and there is none."""
+    and there is none, or if the system refuses a thread."""
     found = compression.codec() if config.integrity != "none" else None
     if found is None:
         if config.compress == "on":
             raise ConfigError(f"compress is 'on', and {compression.NO_CODEC}, or set 'auto'")
         return Compressor("off", Decoder(clock))
-    executor = ThreadPoolExecutor(DECODING_THREADS, "s3kv-decode")
+    executor = started(DECODING_THREADS, "s3kv-decode")
     decoder = Decoder(clock, found, executor, seals=config.disk_path is not None)
     return Compressor(
         config.compress,
         decoder,
-        ThreadPoolExecutor(ENCODING_THREADS, "s3kv-encode"),
+        started(ENCODING_THREADS, "s3kv-encode"),
         encoders=ENCODING_THREADS,
         threads=DECODING_THREADS,
         bytes_per_s=compression.decoding_speed(found, clock) if config.compress == "auto" else 1.0,

@@ -14,10 +14,10 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from s3kv.io.sources.executors import started
 from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.staging import StagingMemory
 from s3kv.io.sources.transfer_job import TransferJob
@@ -54,19 +54,15 @@ class Workers(Protocol):
 
     def read(self, work: Callable[[], _T]) -> Awaitable[_T]:
         """Run `work`; several at once."""
-        ...
 
     def write(self, work: Callable[[], _T]) -> Awaitable[_T]:
         """Run `work`; one after another."""
-        ...
 
     def copy(self, work: Callable[[], _T]) -> Awaitable[_T]:
         """Run `work`, which waits for no disk, nor for one that hangs."""
-        ...
 
     def close(self) -> None:
         """Start no further function."""
-        ...
 
 
 class WorkerThreads:
@@ -74,31 +70,23 @@ class WorkerThreads:
     waits behind one that hangs; one of low priority that writes; and two that copy memory."""
 
     def __init__(self, readers: int) -> None:
-        self._readers = ThreadPoolExecutor(readers, "s3kv-disk-read")
+        self._readers = started(readers, "s3kv-disk-read")
         yields = partial(os.setpriority, os.PRIO_PROCESS, 0, _WRITER_NICENESS)  # of that thread
-        self._writer = ThreadPoolExecutor(1, "s3kv-disk-write", initializer=yields)
-        self._copiers = ThreadPoolExecutor(2, "s3kv-disk-copy")
+        self._writer = started(1, "s3kv-disk-write", yields)
+        self._copiers = started(2, "s3kv-disk-copy")
 
-    async def read(self, work: Callable[[], _T]) -> _T:
-        return await _run(self._readers, work)
+    def read(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.wrap_future(self._readers.submit(work))
 
-    async def write(self, work: Callable[[], _T]) -> _T:
-        return await _run(self._writer, work)
+    def write(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.wrap_future(self._writer.submit(work))
 
-    async def copy(self, work: Callable[[], _T]) -> _T:
-        return await _run(self._copiers, work)
+    def copy(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.wrap_future(self._copiers.submit(work))
 
     def close(self) -> None:
         for executor in (self._readers, self._writer, self._copiers):
             executor.shutdown(wait=False, cancel_futures=True)
-
-
-async def _run(executor: Executor, work: Callable[[], _T]) -> _T:
-    try:
-        running = asyncio.get_running_loop().run_in_executor(executor, work)
-    except RuntimeError as error:  # no further thread: `work` may still be run by one of the others
-        raise OSError(0, str(error)) from error
-    return await running
 
 
 class DiskSource:

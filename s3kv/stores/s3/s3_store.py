@@ -65,26 +65,21 @@ class S3Client(Protocol):
         self, key: str, place: Place, receiver: Receiver | None, first: int | None = None
     ) -> ObjectInfo:
         """Read as `ObjectStore.get_into` does."""
-        ...
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         """Write an object; if_absent: with `If-None-Match`."""
-        ...
 
     async def copy(self, key: str, modified_s: float) -> bool:
         """Rewrite an object as `ObjectStore.refresh` does. Returns True."""
-        ...
 
     async def head(self, key: str) -> ObjectInfo: ...
 
     async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
         """Delete an object; version: that version of it, for good. Returns the version of the
         delete marker that a versioned bucket puts in its place; else an empty text or `version`."""
-        ...
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         """Delete objects, each only if its ETag is unchanged. Returns the keys of those left."""
-        ...
 
     async def list_page(
         self, prefix: str, keys: int, *, token: str = "", after: str = "", delimiter: str = ""
@@ -92,7 +87,6 @@ class S3Client(Protocol):
 
     async def close(self) -> None:
         """End all connections. Requests on those in use raise. Idempotent."""
-        ...
 
 
 class S3Store:

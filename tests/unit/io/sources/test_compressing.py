@@ -27,6 +27,7 @@ from s3kv.place import Place
 from s3kv.types import ItemShape, TensorSpec
 from tests.unit.io import compressed, rig
 from tests.unit.io.compressed import FORMAT, Held
+from tests.unit.io.sources.test_executors import refused
 from tests.waiting import until
 
 DATA = compressed.payload(1)
@@ -285,6 +286,20 @@ def test_the_speed_of_one_thread_is_that_of_its_best_segment() -> None:
     times_s = iter([0.0, 9.0, 10.0, 10.5, 20.0, 21.0])
     assert compression.decoding_speed(compressed.codec(), lambda: next(times_s)) == 2 * 2**20
     assert compression.decoding_speed(compressed.codec(), lambda: 1.0) > 0
+
+
+async def test_a_system_without_further_threads_does_not_matter_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work that waits for such a thread would be done in memory of another job."""
+    compressor = opened(compress="on")
+    with refused(monkeypatch):
+        assert await stored(compressor, job_of()) == STORED
+        future = compressor.decoder.run(lambda: None)
+        assert future is not None
+        await asyncio.wrap_future(future)
+    assert is_idle(compressor)
+    compressor.close()
 
 
 async def test_its_threads_end_when_it_is_closed() -> None:

@@ -22,6 +22,7 @@ from s3kv.stores.disk import Directory
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker
+from tests.unit.io.sources.test_executors import refused
 from tests.waiting import until
 
 Serving = Callable[..., AbstractAsyncContextManager[Worker]]
@@ -240,28 +241,27 @@ async def test_a_slot_is_not_written_after_its_job_has_ended(
         assert not any(worker.slot(1))
 
 
-async def test_a_read_that_gets_no_thread_is_none(
-    serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, hold: Hold
+async def test_a_system_without_further_threads_does_not_matter_later(
+    serving: Serving, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    rig.hold(bucket, 1, 2)
+    rig.hold(bucket, 1)
     async with serving() as worker:
-        for number in (1, 2):
-            await fetched(worker, number)
-        await until_counted(worker, writes=2)
-        hold.all("preadv")
-        worker.say(rig.fetch(1))  # takes the one thread that reads
-        await asyncio.to_thread(hold.begun.wait)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            assert (await fetched(worker, 2)).source == "bucket"
-        worker.slot(2)[:] = bytes(rig.FORMAT.object_bytes)
-        hold.let_go.set()
-        assert (await worker.done(1))[1].source == "disk"
-        assert (await fetched(worker, 1)).source == "bucket", "the disk is off for a while"
-        assert not any(worker.slot(2)), "by the read that was left in the queue"
+        with refused(monkeypatch):
+            assert (await fetched(worker)).source == "bucket"
+            await until_counted(worker, writes=1)
+            assert (await fetched(worker)).source == "disk"
+
+
+async def test_a_system_that_refuses_threads_at_the_start_is_told(
+    bucket: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30}
+    with refused(monkeypatch):
+        async with rig.served(lambda _: bucket, on_unavailable="serve", **how) as (worker, _):
+            ready = await worker.hear()
+    assert (ready.serving, ready.trouble) == (False, "config")
+    assert "threads s3kv-disk-read" in ready.message
+    assert "pids.max" in ready.message
 
 
 async def test_objects_are_dropped_when_the_disk_is_behind(
