@@ -10,6 +10,7 @@ the copy. A disk that fails is not used for a while, and costs nothing but its h
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import threading
@@ -129,18 +130,23 @@ class DiskSource:
             nbytes, reason = await self._read(job)
         except OSError as error:
             self._failed("reading", error)
+            if error.errno == errno.EIO:  # or this file alone would fail the disk at each use
+                self._delete(job.key)
             return None
         if nbytes is None:
             return job.end(Outcome.MISSING, f"{job.key} is not on the disk")
         if reason is not None:
             self.counters["io_disk_corrupt"] += 1
             _log.warning("%s on the disk failed verification: %s", job.key, reason)
-            directory = self._directory
-            self._begin(self._off_loop(lambda: directory.delete(directory.file_of(job.key))))
+            self._delete(job.key)
             return job.end(Outcome.MISSING, f"{job.key} on the disk was bad")
         self.counters["io_disk_reads"] += 1
         self.counters["io_disk_read_bytes"] += nbytes
         return job.end(Outcome.OK, nbytes=nbytes, fresh_s=self._used(job.key))
+
+    def _delete(self, key: str) -> None:
+        directory = self._directory
+        self._begin(self._off_loop(lambda: directory.delete(directory.file_of(key))))
 
     def _used(self, key: str) -> float:
         """Note a use of the bucket's object, unless one has been noted for which it is still fresh.

@@ -4,6 +4,7 @@ hits. The I/O process is served in the test's loop; files and threads are real."
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -172,7 +173,7 @@ async def test_a_bad_file_is_deleted_and_the_bucket_asked(
         assert (await fetched(worker)).source == "disk"
 
 
-@pytest.mark.parametrize("error", [5, 30, 116])  # EIO, EROFS, ESTALE
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ESTALE])
 async def test_a_disk_that_fails_is_not_used_for_a_while(
     serving: Serving,
     bucket: MemoryStore,
@@ -184,20 +185,45 @@ async def test_a_disk_that_fails_is_not_used_for_a_while(
         raise OSError(error, os.strerror(error))
 
     rig.hold(bucket, 1, 2, 3)
+    is_gone = error == errno.EIO  # it may be the file's alone
     async with serving() as worker:
         assert (await fetched(worker)).source == "bucket"
         await until_counted(worker, writes=1)
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", fail)
             patch.setattr(os, "pwritev", fail)
-            for numbers, dropped in ((1, 2), 1), ((3, 1), 3):
-                for number in numbers:
-                    assert (await fetched(worker, number)).source == "bucket"
-                await until_counted(worker, failed=2, dropped=dropped)
+            for dropped, number in enumerate((1, 2, 3, 1)):
+                assert (await fetched(worker, number)).source == "bucket"
+                failed = 2 if dropped or is_gone else 1
+                await until_counted(worker, failed=failed, dropped=dropped + is_gone)
         lines = [r.getMessage() for r in caplog.records if " there for " in r.message]
         assert len(lines) == 2, "one for reading, and one for writing"
     async with serving() as worker:
-        assert (await fetched(worker)).source == "disk"
+        assert (await fetched(worker)).source == ("bucket" if is_gone else "disk")
+
+
+async def test_a_file_that_cannot_be_read_fails_the_disk_once(
+    serving: Serving, bucket: MemoryStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+
+    def read(fd: int, *how: Any) -> int:
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, "a bad sector")
+        return preadv(fd, *how)
+
+    monkeypatch.setattr(source, "OFF_S", 0.0)
+    rig.hold(bucket, 1)
+    async with serving() as worker:
+        await fetched(worker)
+        await until_counted(worker, writes=1)
+        with file.open("rb") as kept:  # nor has another file its number then
+            inode = os.fstat(kept.fileno()).st_ino
+            monkeypatch.setattr(os, "preadv", read)
+            assert (await fetched(worker)).source == "bucket"
+            await until_counted(worker, failed=1, writes=2)
+            assert (await fetched(worker)).source == "disk"
+        await until_counted(worker, failed=1)
 
 
 async def test_a_read_that_hangs_costs_its_patience(
