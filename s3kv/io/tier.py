@@ -31,9 +31,9 @@ from s3kv.types import TensorSpec
 
 logger = logging.getLogger("s3kv")
 
-_PROCESS_START_S = 10.0
-"""Time that an I/O process gets to start, before its `START_TIMEOUT_S` begins. So it gives up
-before its worker does, and says why."""
+_PROCESS_START_S = 30.0
+"""Time that an I/O process gets to start, and to have KMS decrypt its keys (`kms.ANSWER_S`), before
+its `START_TIMEOUT_S` begins. So it gives up before its worker does, and says why."""
 
 
 def introduce(

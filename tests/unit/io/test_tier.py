@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -30,9 +31,10 @@ from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier, try_bucket
-from s3kv.io.wire import Handshake
+from s3kv.io.wire import START_TIMEOUT_S, Handshake, Ready
 from s3kv.messages import BucketJob, JobKind
 from s3kv.objects.keys import fingerprint_digest
+from s3kv.stores.s3 import kms
 from s3kv.types import ChunkKey, Outcome, TensorSpec
 from tests.servers import BUCKET, REGION, forget_credentials, set_credentials
 from tests.unit.io import rig
@@ -123,6 +125,15 @@ def test_memory_that_holds_no_object_is_refused_with_advice() -> None:
     handshake = introduce(Config(bucket=BUCKET, host_bytes=2**20), IDENTITY, rig.SHARD, large)
     with pytest.raises(ConfigError, match=r"allowed is 1052672 or more.* \(ask less\)"):
         Slots.of(handshake, " (ask less)")
+
+
+def test_a_worker_waits_for_kms_and_for_the_bucket_one_after_the_other() -> None:
+    """Or it would give up first, without the reason."""
+    waits: list[float] = []
+    client = mock.Mock(wait_ready=lambda seconds: waits.append(seconds) or Ready(True, None, ""))
+    try_bucket(client)
+    process_start_s = 10.0
+    assert waits[0] > kms.ANSWER_S + START_TIMEOUT_S + process_start_s
 
 
 def test_an_open_tier_has_tried_the_bucket_and_can_be_closed_twice(config: Config) -> None:
