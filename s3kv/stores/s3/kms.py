@@ -1,7 +1,8 @@
 """Decryption of data keys by AWS KMS, through botocore.
 
-Credentials and region are those of every request; the endpoint is AWS's, or the one in
-AWS_ENDPOINT_URL_KMS. Its certificate is verified even without `verify_tls`: the answer is a key.
+Credentials and region are those of every request; the endpoint is the one in AWS_ENDPOINT_URL_KMS,
+or else in AWS_ENDPOINT_URL, or AWS's. Its certificate is verified even without `verify_tls`: the
+answer is a key.
 https://docs.aws.amazon.com/kms/latest/APIReference/API_Decrypt.html
 """
 
@@ -31,7 +32,7 @@ _BY_CODE: Mapping[str, str] = {
 }
 _WAY = (
     "check the way to KMS: a network without internet needs an endpoint for it (VPC, PrivateLink), "
-    "and another server is named by AWS_ENDPOINT_URL_KMS"
+    "and another server is named by AWS_ENDPOINT_URL_KMS, without which AWS_ENDPOINT_URL counts"
 )
 _BY_KIND: Mapping[type[Exception], str] = {
     exceptions.NoRegionError: "set region to the region of the KMS key",
@@ -48,7 +49,8 @@ async def decrypted(config: Config, data_key: bytes) -> bytes:
     except asyncio.TimeoutError as error:
         raise ConfigError(_told(f"no answer within {ANSWER_S:g} s", _WAY)) from error
     except exceptions.ClientError as error:
-        remedy = _BY_CODE.get(error.response.get("Error", {}).get("Code", ""), "")
+        code = error.response.get("Error", {}).get("Code", "")
+        remedy = _BY_CODE.get(code, "" if code.isalpha() else _WAY)  # KMS names its errors
         raise ConfigError(_told(str(error), remedy)) from error
     except (exceptions.BotoCoreError, botocore.parsers.ResponseParserError, ValueError) as error:
         remedy = next((r for kind, r in _BY_KIND.items() if isinstance(error, kind)), "")

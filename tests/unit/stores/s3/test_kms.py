@@ -122,6 +122,18 @@ async def test_kms_that_refuses_or_is_something_else(
     assert 1 <= len(server.heads) <= 2
 
 
+@pytest.mark.parametrize("status", [400, 403, 405])
+async def test_the_endpoint_of_a_bucket_is_no_kms(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = servers.http("<Error><Code>MethodNotAllowed</Code></Error>", status)
+    async with servers.canned(answer) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        told = await refusal()
+    assert "MethodNotAllowed" in told
+    assert "named by AWS_ENDPOINT_URL_KMS, without which AWS_ENDPOINT_URL counts" in told
+
+
 async def test_kms_that_throttles_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([refusing("ThrottlingException", "Rate exceeded"), answering(PLAIN)])
     async with servers.canned(lambda head, body: next(answers)) as server:
