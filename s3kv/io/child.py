@@ -94,13 +94,14 @@ class Child:
         """The messages that have arrived since the last call. Sets `hung_up` at the end of the
         stream.
 
-        wait_s: longest wait for a message, or for the socket to take more of the queue.
+        wait_s: longest wait for a message, or for the socket to take more of the queue; an hour at
+            most.
         Raises `WireError` if the process breaks the protocol; `kill` it then.
         """
         if wait_s:
             poller = select.poll()  # select() takes no descriptor above 1023
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            poller.poll(wait_s * 1000)
+            poller.poll(1000 * min(wait_s, 3600.0))  # it takes some weeks at most
         messages: list[wire.Up] = []
         while not self.hung_up:
             try:

@@ -61,6 +61,9 @@ URLS = [
 ]
 
 
+DURATIONS = ("refresh_after_s", "bucket_idle_s", "drain_timeout_s")
+
+
 def parse(**settings: Any) -> Config:
     return Config.parse({"bucket": "kv-cache", **settings})
 
@@ -81,6 +84,7 @@ def parse(**settings: Any) -> Config:
         ("verify_tls", "yes"),
         ("verify_tls", 1),
         ("refresh_after_s", float("nan")),
+        *((name, float("inf")) for name in DURATIONS),
         ("refresh_after_s", "20"),
         ("on_unavailable", "retry"),
         ("compress", "yes"),

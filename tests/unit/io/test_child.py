@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io.child import Child, _environment
 
@@ -28,6 +29,16 @@ def test_it_runs_where_it_is_told_or_where_its_starter_does(told: bool) -> None:
     thread.join()
     assert os.sched_getaffinity(children[0].pid) == (everywhere if told else bound)
     children[0].end(5.0)
+
+
+def test_the_longest_timeout_of_the_settings_is_no_error() -> None:
+    config = Config(bucket="bkt", drain_timeout_s=1e9)
+    slab = Slab.create(4096)
+    child = Child(slab.fd, "tests.unit.io.no_module")
+    while not child.hung_up:  # there is no such module
+        assert child.receive(config.drain_timeout_s) == []
+    child.end(5.0)
+    slab.close()
 
 
 def test_openmp_binds_nothing_in_it() -> None:
