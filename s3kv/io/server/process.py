@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
@@ -24,8 +25,8 @@ from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.keyring import open_keyring
 from s3kv.io.server.service import Service
-from s3kv.io.sources.compressing import Compressor, open_compressor
-from s3kv.io.sources.disk import WorkerThreads
+from s3kv.io.sources.compressing import open_compressor
+from s3kv.io.sources.disk import PATIENCE_S, WorkerThreads
 from s3kv.io.sources.encrypted_directory import EncryptedDirectory
 from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.objects.encryption import Keyring
@@ -76,11 +77,13 @@ async def _converse(
         return
     if not isinstance(handshake, wire.Handshake):
         raise wire.WireError(f"the first message is {handshake!r}, not Handshake")
+    config, compressor = handshake.config, None
     try:
-        keyring = await open_keyring(handshake.config)
-        disk = _disk_of(handshake.config, keyring)
-        compressor = await _compressor_of(handshake)
-        store = make_store(handshake.config)
+        keyring = await open_keyring(config)
+        disk = await _disk_of(config, keyring)
+        if handshake.item_dtype is None:  # items are never compressed
+            compressor = await asyncio.to_thread(open_compressor, config, time.perf_counter)
+        store = make_store(config)
         if keyring is not None:
             store = EncryptedStore(store, keyring)
     except ConfigError as error:
@@ -96,28 +99,26 @@ async def _converse(
             await service.finish()
 
 
-async def _compressor_of(handshake: wire.Handshake) -> Compressor | None:
-    """The compressor of the settings; None for items. Raises `ConfigError` if it cannot be had."""
-    if handshake.item_dtype is not None:
-        return None
-    return await asyncio.to_thread(open_compressor, handshake.config, time.perf_counter)
-
-
-def _disk_of(config: Config, keyring: Keyring | None) -> tuple[Directory, WorkerThreads] | None:
+async def _disk_of(config: Config, keys: Keyring | None) -> tuple[Directory, WorkerThreads] | None:
     """The disk of the settings. Raises `ConfigError` if it cannot be used, or goes without it, as
     `on_unavailable` says."""
     if config.disk_path is None:
         return None
+    how = config.disk_path, config.prefix, config.disk_bytes
+    threads = WorkerThreads(config.max_inflight_requests)
     try:
-        directory = Directory.open(config.disk_path, config.prefix, config.disk_bytes)
+        opening = threads.read(lambda: Directory.open(*how))
+        directory = await asyncio.wait_for(opening, PATIENCE_S)
+    except asyncio.TimeoutError:  # it hangs, which costs its hits alone
+        directory = Directory(Path(how[0]), *how[1:])
     except ConfigError as error:
         if config.on_unavailable == "fail":
             raise
         _log.warning("%s. The disk is off until the next start", error)
         return None
-    if keyring is not None:
-        directory = EncryptedDirectory(directory, keyring)
-    return directory, WorkerThreads(config.max_inflight_requests)
+    if keys is not None:
+        directory = EncryptedDirectory(directory, keys)
+    return directory, threads
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:

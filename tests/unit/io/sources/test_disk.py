@@ -17,6 +17,7 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreUnavailable
 from s3kv.io import wire
+from s3kv.io.server import process
 from s3kv.io.sources import disk as source
 from s3kv.messages import JobEnd
 from s3kv.stores.disk import Directory
@@ -59,10 +60,10 @@ class Hold:
         """Have all calls of this function wait from now on."""
         call = getattr(os, name)
 
-        def held(*how: Any) -> int:
+        def held(*how: Any, **more: Any) -> Any:
             self.begun.set()
             self.let_go.wait()
-            return int(call(*how))
+            return call(*how, **more)
 
         self._monkeypatch.setattr(os, name, held)
 
@@ -327,6 +328,19 @@ async def test_the_last_objects_are_written_before_the_process_ends(
         await fetched(worker)
     assert file.read_bytes() == rig.sealed(1)
     assert not os.listdir(file.parents[3] / "writing")
+
+
+async def test_a_disk_that_hangs_at_start_keeps_nobody_from_starting(
+    bucket: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold
+) -> None:
+    for module in (process, source):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.02)
+    hold.all("makedirs")
+    rig.hold(bucket, 1)
+    how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30}
+    async with rig.serving(bucket, **how) as (worker, _):
+        assert hold.begun.is_set()
+        assert (await fetched(worker)).source == "bucket"
 
 
 @pytest.mark.parametrize("on_unavailable", ["fail", "serve"])
