@@ -115,7 +115,7 @@ class Connection(asyncio.BufferedProtocol):
         `into` or reads its `body` afterwards.
         """
         if not self.is_open:
-            raise Stale("the peer closed the connection")
+            raise (Stale if self._rested else BadAnswer)("the peer closed the connection")
         exchange = self._exchange = Exchange(request)
         answer: asyncio.Future[Response] = self._loop.create_future()
         self._answer = answer

@@ -22,9 +22,7 @@ from s3kv.stores.http.watch import Patience
 GET = Request("GET", "/k", {"Host": "store"})
 NAME = "store.test"
 V4, V6 = socket.AF_INET, socket.AF_INET6
-PATIENT = Patience(
-    connect_ms=60_000, first_byte_ms=60_000, progress_ms=60_000, min_bytes_per_s=1_000
-)
+PATIENT = Patience(connect_ms=60_000, first_byte_ms=60_000, progress_ms=60_000, min_bytes_per_s=1)
 
 
 Resolver = dict[str, list[tuple[int, str]]]
@@ -140,9 +138,7 @@ async def serving(*addresses: str, tls: ssl.SSLContext | None = None) -> AsyncIt
         servers.stop()
 
 
-def pool_on(
-    servers: Servers, tls: ssl.SSLContext | None = None, patience: Patience = PATIENT
-) -> Pool:
+def pool_on(servers: Servers, tls: Any = None, patience: Patience = PATIENT) -> Pool:
     return Pool(NAME, servers.port, tls=tls, size=8, patience=patience)
 
 
@@ -195,8 +191,7 @@ async def test_an_address_that_does_not_answer_is_left(resolver: Resolver) -> No
 
 
 async def test_the_certificate_is_that_of_the_name(resolver: Resolver, tmp_path: Path) -> None:
-    resolver[NAME] = [(V4, "127.0.0.2")]
-    resolver["other.test"] = [(V4, "127.0.0.2")]
+    resolver[NAME] = resolver["other.test"] = [(V4, "127.0.0.2")]
     certificate = self_signed(tmp_path / "tls", f"DNS:{NAME}")
     there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     there.load_cert_chain(certificate)
