@@ -102,9 +102,7 @@ class BlockTiers:
         assert number is not None, "it has just been named"
 
         async def save(job: Job) -> bool:
-            saved = self._save(hot, job, number, stream)
-            await asyncio.wait([saved])
-            return saved.result()
+            return await asyncio.shield(self._save(hot, job, number, stream))
 
         putting = asyncio.get_running_loop().create_task(self.host.put_by(key, save))
         self._waiting_puts.add(putting)

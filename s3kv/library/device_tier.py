@@ -86,10 +86,6 @@ class DeviceBlocks:
         """Blocks being copied, and what is called at the end."""
         self._ids = count()
 
-    @property
-    def is_copying(self) -> bool:
-        return bool(self._saves or self._loads)
-
     def holds(self, key: ChunkKey) -> bool:
         return self._table.find(key) is not None
 
@@ -116,12 +112,11 @@ class DeviceBlocks:
 
     def name(self, number: int, key: ChunkKey, stream: CallerStream) -> bool:
         """Name a block as `BlockTable.name` does. Its writes have been launched on `stream`."""
-        if self._table.key_of(number) == key:
-            return True
-        if not self._table.name(number, key):
-            return False
-        self._written[number] = mark(stream)
-        return True
+        is_new = self._table.key_of(number) != key
+        is_named = self._table.name(number, key)
+        if is_named and is_new:
+            self._written[number] = mark(stream)
+        return is_named
 
     def release(self, number: int, stream: CallerStream) -> None:
         """Release a block as `BlockTable.release` does; its next use waits for the work launched on
@@ -165,7 +160,7 @@ class DeviceBlocks:
 
     def poll(self) -> bool:
         """Report ended copies, without blocking. Returns whether a copy is still under way."""
-        if self.is_copying:
+        if self._saves or self._loads:
             ends = self._copies.poll()
             for job_id, ok, _ in ends.saved:
                 number, saved = self._saves.pop(job_id)
@@ -176,7 +171,7 @@ class DeviceBlocks:
                 holder = self._table.name_filled(number, key) if ok else None
                 self._table.unpin(number)
                 loaded(holder)
-        return self.is_copying
+        return bool(self._saves or self._loads)
 
     def close(self) -> None:
         """Close the copies (`BlockCopies.close`), none of which may be under way. May block.
