@@ -97,8 +97,8 @@ class HostTier:
                     self._owed.pop(key, None)
                 return kept
             if not wait:
-                self.ledger.counters["saves_dropped"] += 1
                 return False
+            self.ledger.counters.subtract(("saves_dropped", "saves_without_room"))  # not yet
             await self.pump.next_end()
             self.pump.check_open()
         self.hit(key)
@@ -110,6 +110,8 @@ class HostTier:
         job = self.ledger.plan_save(key, ())
         if job is not None:
             self._owe(key)
+        else:
+            self.ledger.counters["saves_dropped"] += 1
         return job
 
     def copied(self, job: Job, ok: bool) -> None:

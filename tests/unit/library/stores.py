@@ -66,8 +66,8 @@ def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
     return {"big": torch.full((nbytes,), number, dtype=torch.uint8)}
 
 
-def opening_big(config: Config, nbytes: int) -> Any:
-    return opening(config, shapes={"big": ((nbytes,), torch.uint8)})
+def opening_big(config: Config, nbytes: int, **more: Any) -> Any:
+    return opening(config, shapes={"big": ((nbytes,), torch.uint8)}, **more)
 
 
 def new_pools(blocks: int) -> dict[str, torch.Tensor]:

@@ -55,12 +55,14 @@ async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
 ) -> None:
     between, config = behind
     a_quarter = 220_000
-    async with opening_big(config, a_quarter) as store:
+    pools = {"big": big(5, a_quarter)["big"][None]}
+    async with opening_big(config, a_quarter, pools=pools) as store:
         between.fault(Fault(kind="delay", seconds=3, verbs=("GET", "PUT")))
         assert store.prefetch(hash_of(number) for number in range(100, 200)) == 2
         for number in (1, 2):
             assert await store.put(hash_of(number), big(number, a_quarter))
         assert not await store.put(hash_of(3), big(3, a_quarter))
+        assert not store.put_block(hash_of(5), store.allocate())
         waiting, cancelled = (
             asyncio.create_task(store.put(hash_of(number), big(number, a_quarter), wait=True))
             for number in (3, 4)
@@ -73,6 +75,7 @@ async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
         between.lift()
         assert await waiting
         assert not store.where(hash_of(4)).host
+        assert store.counters["saves_dropped"] == store.counters["saves_without_room"] == 2
 
 
 @pytest.mark.parametrize(
