@@ -87,7 +87,7 @@ _ELSEWHERE = (
     *("PermanentRedirect", "TemporaryRedirect"),
     *("AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
 )
-_THROTTLED = (
+THROTTLED = (
     *("SlowDown", "Throttling", "ThrottlingException"),
     *("RequestLimitExceeded", "TooManyRequests"),
 )
@@ -97,7 +97,7 @@ _TRANSIENT = (
 )
 _REFUSED = ("EntityTooLarge", "InvalidURI", "KeyTooLongError")
 _ERRORS: Sequence[tuple[Container[str], Container[int], type[StoreError], str]] = (
-    (_THROTTLED, (429,), StoreThrottled, "the store throttles requests (SlowDown)"),
+    (THROTTLED, (429,), StoreThrottled, "the store throttles requests (SlowDown)"),
     ((), (500, *range(502, 600)), StoreUnavailable, "the server failed"),
     (_TRANSIENT, (408,), StoreUnavailable, "may work when sent again"),
     (_REFUSED, (413, 414), StoreRefused, "the store takes no such object or key"),

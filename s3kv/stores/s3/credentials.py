@@ -26,7 +26,7 @@ from botocore.credentials import ReadOnlyCredentials, RefreshableCredentials
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
-from s3kv.stores.s3.answers import Refusal
+from s3kv.stores.s3.answers import THROTTLED, Refusal
 
 T = TypeVar("T")
 
@@ -43,6 +43,7 @@ _RENEW_SESSION_S = 60
 _NO_ANSWER = (
     exceptions.HTTPClientError,
     exceptions.ConnectionError,
+    exceptions.CredentialRetrievalError,  # of a helper program, or an instance's or container's URL
     botocore.parsers.ResponseParserError,  # of STS, or of a server in its place
     asyncio.TimeoutError,  # of _LOOK_S
     OSError,  # a helper program, or the file of a token, that is gone
@@ -91,9 +92,9 @@ class Credentials:
             return await asyncio.wait_for(asyncio.shield(self._look()), _LOOK_S)
         except exceptions.ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status >= 500 or status == 429:
-                raise self._unavailable(error) from error
             code = error.response.get("Error", {}).get("Code", "")
+            if status >= 500 or status == 429 or code in THROTTLED:  # by STS with a 400
+                raise self._unavailable(error) from error
             if error.operation_name != "CreateSession":  # STS's own
                 code = "bad-credentials"
             raise StoreDenied(f"no valid {self._what} could be had: {error}", code=code) from error

@@ -183,13 +183,9 @@ class FastClient:
         # The one digest of a body that every server knows, and that AWS demands here.
         md5 = hashlib.md5(body, usedforsecurity=False).digest()
         headers = {"Content-MD5": base64.b64encode(md5).decode(), "Content-Type": "application/xml"}
+        query, place = {"delete": ""}, Place.of(body)
         response, call = await self._send(
-            "s3:DeleteObject",
-            "POST",
-            None,
-            query={"delete": ""},
-            headers=headers,
-            body=Place.of(body),
+            "s3:DeleteObject", "POST", None, query=query, headers=headers, body=place
         )
         return read_deletion(response.body, call)
 

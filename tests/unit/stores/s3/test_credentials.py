@@ -197,13 +197,21 @@ async def test_a_source_that_hangs_is_an_outage_until_it_answers(
 
 
 KEYS = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "x", "SessionToken": "t"}
+WEB = f"role_arn = {ROLE}\nweb_identity_token_file = {__file__}"
 BROKEN = {
     "no helper": "credential_process = /nonexistent/helper",
+    "a helper that fails": "credential_process = /bin/false",
     "rubbish": "credential_process = /bin/echo rubbish",
     "bad date": f"credential_process = /bin/echo '{json.dumps(KEYS | {'Expiration': 'soon'})}'",
     "no token": f"role_arn = {ROLE}\nweb_identity_token_file = /nonexistent/token",
-    "no sts": f"role_arn = {ROLE}\nweb_identity_token_file = {__file__}",
+    "no sts": WEB,
+    "sts throttles": f"{WEB}\nrole_session_name = throttled",
 }
+
+
+def sts(_: str, body: bytes) -> bytes:
+    said = "<ErrorResponse><Error><Code>Throttling</Code></Error></ErrorResponse>"
+    return servers.http(said, 400) if b"throttled" in body else servers.http("<html>\n")
 
 
 @pytest.mark.parametrize("settings", BROKEN.values(), ids=BROKEN)
@@ -212,11 +220,11 @@ async def test_a_source_that_is_broken_is_an_outage(
 ) -> None:
     """Most of what botocore raises then is none of its own errors."""
     servers.forget_credentials(monkeypatch)
-    (tmp_path / "config").write_text(f"[default]\n{settings}\n")
+    (tmp_path / "config").write_text(f"[default]\nmax_attempts = 1\n{settings}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     guarded = facing(Guarded("any"), s3_store)
-    async with guarded as (_, store), servers.canned(servers.http("<html>\n")) as sts:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
+    async with guarded as (_, store), servers.canned(sts) as at:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", at.url)
         with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
             await read(store)
         directory = Config(bucket="b--usw2-az1--x-s3", region="us-west-2")
