@@ -87,9 +87,12 @@ class Credentials:
             self._look()
             if not _ends_within(source, _RENEW_NOW_S):
                 return keys
+        return await self._found()
+
+    async def _found(self, *, anew: bool = False) -> ReadOnlyCredentials:
         try:
             # A waiter that is cancelled leaves the search to the others.
-            return await asyncio.wait_for(asyncio.shield(self._look()), _LOOK_S)
+            return await asyncio.wait_for(asyncio.shield(self._look(anew)), _LOOK_S)
         except exceptions.ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = error.response.get("Error", {}).get("Code", "")
@@ -107,16 +110,17 @@ class Credentials:
     def _unavailable(self, error: Exception) -> StoreUnavailable:
         return StoreUnavailable(f"{self._what} could not be fetched: {error!r}")
 
-    def _look(self) -> asyncio.Future[ReadOnlyCredentials]:
-        """The search that is under way, or begins now. Do not cancel it."""
+    def _look(self, anew: bool = False) -> asyncio.Future[ReadOnlyCredentials]:
+        """The search that is under way, or begins now: in the known source, unless `anew`. Do not
+        cancel it."""
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(asyncio.to_thread(self._look_now))
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._look_now, anew))
             # An error that nobody waits for is not asyncio's to report.
             self._looking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return self._looking
 
-    def _look_now(self) -> ReadOnlyCredentials:
-        source = self._known[0] if self._known else self._find()
+    def _look_now(self, anew: bool) -> ReadOnlyCredentials:
+        source = self._known[0] if self._known and not anew else self._find()
         keys: ReadOnlyCredentials = source.get_frozen_credentials()
         self._known = source, keys
         return keys
@@ -128,7 +132,7 @@ class Credentials:
             now_s = asyncio.get_running_loop().time()
             if await self.frozen() == refused and now_s >= self._look_again_s:
                 self._look_again_s = now_s + _LOOK_AGAIN_S
-                self._known = None
+                await self._found(anew=True)  # others may use the known ones meanwhile
             return bool(await self.frozen() != refused)
 
 

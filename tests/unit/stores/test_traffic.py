@@ -38,29 +38,17 @@ async def test_requests_are_counted_by_verb_and_answer(
     assert [info async for info in store.list("traffic/")] == []
     await store.close()
     traffic = store.traffic
-    assert traffic.requests == Counter(
-        {
-            "LIST|2xx": 2,
-            "GET|4xx": 1,
-            "GET|2xx": 2,
-            "PUT|2xx": 1,
-            "PUT|4xx": 1,
-            "HEAD|2xx": 1,
-            "DELETE|2xx": 1,
-        }
-    )
+    counts = {"LIST|2xx": 2, "GET|4xx": 1, "GET|2xx": 2, "PUT|2xx": 1, "PUT|4xx": 1}
+    assert traffic.requests == counts | {"HEAD|2xx": 1, "DELETE|2xx": 1}
     assert (traffic.sent_bytes, traffic.received_bytes) == (40, 80)
     assert traffic.host == "127.0.0.1"
-    for request in traffic.requests:
-        verb, answer = request.split("|")
+    for verb, answer in (request.split("|") for request in traffic.requests):
         assert verb in VERBS
         assert answer in ANSWERS
     assert nanodollars(STANDARD, traffic) == 4 * 5_000 + 4 * 400
 
 
-async def test_a_request_without_an_answer_is_counted_as_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_without_an_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     servers.set_credentials(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

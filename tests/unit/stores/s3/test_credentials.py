@@ -196,6 +196,23 @@ async def test_a_source_that_hangs_is_an_outage_until_it_answers(
         assert len(container.tokens) == 1, "the search went on"
 
 
+async def test_others_use_the_credentials_that_one_request_is_refused_with(
+    s3_store: OpenStore, container: ContainerEndpoint
+) -> None:
+    async with facing(Guarded("container0"), s3_store) as (guard, store):
+        await read(store)
+        container.open.clear()
+        container.asked.clear()
+        guard.key = "another"
+        refused = asyncio.ensure_future(read(store))
+        await container.asked.wait()
+        guard.key = "container0"
+        assert await read(store) == len(OBJECT)
+        container.open.set()
+        with pytest.raises(StoreDenied):
+            await refused
+
+
 KEYS = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "x", "SessionToken": "t"}
 WEB = f"role_arn = {ROLE}\nweb_identity_token_file = {__file__}"
 BROKEN = {

@@ -62,10 +62,8 @@ async def test_a_refusal_names_the_call_and_a_missing_bucket_is_no_missing_objec
     async with servers.canned(denied) as at, s3_store(at.url) as store:
         with pytest.raises(StoreDenied, match=f"{action} on arn:aws:s3:::bkt.* at {at.url}"):
             await call(store)
-    async with (
-        servers.canned(servers.refusal(404, "NoSuchBucket")) as at,
-        s3_store(at.url) as store,
-    ):
+    missing = servers.refusal(404, "NoSuchBucket")
+    async with servers.canned(missing) as at, s3_store(at.url) as store:
         with pytest.raises(StoreMissing, match="bkt"):
             await call(store)
 
@@ -104,10 +102,8 @@ async def test_a_copy_of_what_has_changed_is_none(
 
 
 async def test_a_copy_that_fails_after_it_has_begun_to_answer_is_none(s3_store: OpenStore) -> None:
-    async with (
-        servers.canned(servers.refusal(200, "InternalError")) as at,
-        s3_store(at.url) as store,
-    ):
+    failed = servers.refusal(200, "InternalError")
+    async with servers.canned(failed) as at, s3_store(at.url) as store:
         with pytest.raises(StoreError, match="InternalError"):
             await store.refresh("k", 1e9)
 
@@ -318,10 +314,8 @@ async def test_tls_to_a_plain_port(s3_store: OpenStore) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         await reader.read()
 
-    async with (
-        servers.scripted_server(answer_in_plain) as port,
-        s3_store(f"https://127.0.0.1:{port}") as store,
-    ):
+    plain = servers.scripted_server(answer_in_plain)
+    async with plain as port, s3_store(f"https://127.0.0.1:{port}") as store:
         with pytest.raises(StoreUnavailable, match="TLS failed"):
             await store.check()
 

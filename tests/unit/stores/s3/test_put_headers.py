@@ -92,10 +92,8 @@ async def test_and_cannot_be_written_without_them(
 
 async def test_every_write_has_the_headers_signed_and_no_read_has_them(s3_store: OpenStore) -> None:
     """AWS refuses a read with them."""
-    async with (
-        servers.canned(servers.http("<a/>")) as at,
-        s3_store(at.url, put_headers=KMS | ACL) as store,
-    ):
+    server = servers.canned(servers.http("<a/>"))
+    async with server as at, s3_store(at.url, put_headers=KMS | ACL) as store:
         await store.put("k", Place.of(DATA), if_absent=True)
         await store.put("k", Place.of(DATA), if_absent=False)
         await store.refresh("k", 1e9)

@@ -270,10 +270,8 @@ SILENT = {
 
 @pytest.mark.parametrize(("answer", "pieces"), SILENT.values(), ids=SILENT)
 async def test_silence_is_told_alike(answer: bytes, pieces: bytes) -> None:
-    async with (
-        scripted(answer, pieces=pieces, silent=True) as port,
-        both(f"http://127.0.0.1:{port}", request_timeout_ms=600) as stores,
-    ):
+    server = scripted(answer, pieces=pieces, silent=True)
+    async with server as port, both(f"http://127.0.0.1:{port}", request_timeout_ms=600) as stores:
         asked = [asyncio.wait_for(outcome(CALLS[0], store), 15) for store in stores]
         fast, reference = [await told for told in asked]
         assert fast == reference
