@@ -29,7 +29,8 @@ _log = logging.getLogger("s3kv.io")
 
 _INTRODUCTION_PAUSE_S = 60.0
 _INTRODUCED_AGAIN_S = 3600.0
-"""Time between two looks at the manifest while the cleaner decides when objects are refreshed."""
+"""Time between two looks at the manifest while the cleaner decides when objects are refreshed, and
+after an error that only a person can fix."""
 _GROWTH_LOOK_S = 60.0
 _DEFECT_PAUSE_S = 600.0
 """Pause of a task after a defect. One unforeseen answer must not stop it for good: objects in use
@@ -159,7 +160,8 @@ class Housekeeping:
                 continue
             except StoreError as error:
                 _log.warning("the namespace's manifest cannot be read: %s", error)
-                return
+                await asyncio.sleep(_INTRODUCED_AGAIN_S)
+                continue
             if not (self._rule.refreshes or self._rule.follows_cleaner):
                 return
             level = logging.DEBUG

@@ -85,18 +85,19 @@ async def test_nobody_waits_for_it(
 
 
 @pytest.mark.usefixtures("with_manifest")
+@pytest.mark.parametrize("error", [StoreUnavailable("refused"), StoreDenied("no credentials")])
 async def test_it_is_written_as_soon_as_the_bucket_is_there(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("s3kv.upkeep.housekeeping._INTRODUCTION_PAUSE_S", 0.01)
-    store = Bucket(*[StoreUnavailable("refused")] * 5)
+    monkeypatch.setattr(housekeeping, "_INTRODUCTION_PAUSE_S", 0.01)
+    monkeypatch.setattr(housekeeping, "_INTRODUCED_AGAIN_S", 0.01)
+    store = Bucket(*[error] * 5)
     caplog.set_level(logging.INFO, "s3kv.io")
     async with rig.serving(store, max_attempts=1):
         await store.written.wait()
-        while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
+        while f"namespace {rig.NAMESPACE.root} is new" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert store._objects[rig.NAMESPACE.manifest][0] == b'{"model":"m"}'
-    assert f"namespace {rig.NAMESPACE.root} is new" in caplog.messages[0]
 
 
 @pytest.fixture
