@@ -16,8 +16,8 @@ from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.stores.store import Inventory, ObjectInfo, read_small
 from s3kv.upkeep.listing import chunks, tried
 
-MAX_NAMESPACES = 1000
-"""Most that one request lists. A prefix has one for every model, layout and version of engines."""
+MAX_NAMESPACES = 100_000
+"""Most that are looked at. A prefix has one for every model, layout and version of engines."""
 _MAX_NEIGHBOURS = 5
 _REPORT_EVERY = 1000
 AGES: Mapping[str, float] = {
@@ -66,31 +66,22 @@ class NamespaceContent:
 
 async def namespaces(store: Inventory, prefix: str) -> list[NamespaceContent]:
     """The namespaces under `prefix`, `MAX_NAMESPACES` at most. Raises `StoreError`."""
-    found: list[NamespaceContent] = []
-    for name in await _names(store, prefix):
-        try:
-            namespace = keys.Namespace(prefix, name)
-        except ValueError:  # a folder somebody else has put there
-            continue
-        found.append(await describe(store, namespace))
-    return found
+    return [await describe(store, namespace) for namespace in await _found(store, prefix)]
 
 
 async def resolve(store: Inventory, prefix: str, start: str) -> keys.Namespace:
     """The one namespace whose name begins with `start`. Raises `ConfigError` if there is none or
     more than one, and `StoreError`."""
-    names = await _names(store, prefix)
-    fitting = [name for name in names if name.startswith(start)]
+    found = await _found(store, prefix)
+    fitting = [namespace for namespace in found if namespace.digest.startswith(start)]
     if len(fitting) != 1:
-        told = f" of {', '.join(fitting or names)}" if names else " (none exists)"
+        names = ", ".join(namespace.digest for namespace in fitting or found)
+        told = f" of {names}" if names else " (none exists)"
         raise ConfigError(
             f"NAMESPACE is {start!r}, and {len(fitting)} namespaces under {prefix}/ begin with it: "
             f"allowed is the beginning of exactly one{told}"
         )
-    try:
-        return keys.Namespace(prefix, fitting[0])
-    except ValueError as error:
-        raise ConfigError(f"{fitting[0]!r} is not a namespace: {error}") from error
+    return fitting[0]
 
 
 async def describe(store: Inventory, namespace: keys.Namespace) -> NamespaceContent:
@@ -142,5 +133,9 @@ def differing(found: Iterable[NamespaceContent]) -> list[str]:
     return [name for name in names if len({manifest.get(name) for manifest in known}) > 1]
 
 
-async def _names(store: Inventory, prefix: str) -> list[str]:
-    return list(await tried(lambda: store.folders(keys.all_namespaces(prefix), MAX_NAMESPACES)))
+async def _found(store: Inventory, prefix: str) -> list[keys.Namespace]:
+    found: list[keys.Namespace] = []
+    for name in await tried(lambda: store.folders(keys.all_namespaces(prefix), MAX_NAMESPACES)):
+        with contextlib.suppress(ValueError):  # a folder somebody else has put there
+            found.append(keys.Namespace(prefix, name))
+    return found

@@ -117,8 +117,8 @@ class Inventory(Protocol):
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
         """List the folders directly under `prefix`: of each key the part between `prefix` and the
-        next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
-        1000."""
+        next slash, in order. Keys without a further slash are left out. limit: most names;
+        a listing of as many keys has to find them."""
 
 
 class ObjectStore(Inventory, Protocol):

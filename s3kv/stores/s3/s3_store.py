@@ -224,8 +224,14 @@ class S3Store:
             page = await self._list_page(prefix, PAGE_KEYS, token=page.token)
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        page = await self._list_page(prefix, limit, delimiter="/")
-        return [name[len(prefix) :].rstrip("/") for name in page.folders]
+        found, token = list[str](), ""
+        for _ in range(0, limit, PAGE_KEYS):
+            page = await self._list_page(prefix, min(limit, PAGE_KEYS), delimiter="/", token=token)
+            found += [name[len(prefix) :].rstrip("/") for name in page.folders]
+            token = page.token
+            if not token:
+                break
+        return found[:limit]
 
     async def check(self, prefix: str | None = None) -> bool:
         # A listing rather than a HEAD of the bucket: its errors have a body with a code.

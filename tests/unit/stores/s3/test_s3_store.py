@@ -26,7 +26,7 @@ from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
 from tests.unit.io import rig
 from tests.unit.stores.relay import relay
-from tests.unit.stores.s3.conftest import opened
+from tests.unit.stores.s3.conftest import OpenStore, opened
 from tests.unit.stores.s3.test_address import ACCOUNT, POINT
 from tests.unit.stores.suite import fetch, pattern
 
@@ -112,14 +112,9 @@ async def test_plain_requests_go_through_the_proxy(
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         await use(moto_url)
         asked = [line.split("?")[0] for line in proxy.asked]
-        object_url = f"{moto_url}/{servers.BUCKET}/relayed"
-        assert asked == [
-            f"GET {moto_url}/{servers.BUCKET}",
-            f"PUT {object_url}/k",
-            f"GET {object_url}/k",
-            f"HEAD {object_url}/none",
-            f"DELETE {object_url}/k",
-        ]
+        url = f"{moto_url}/{servers.BUCKET}"
+        k, none = f"{url}/relayed/k", f"{url}/relayed/none"
+        assert asked == [f"GET {url}", f"PUT {k}", f"GET {k}", f"HEAD {none}", f"DELETE {k}"]
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         await use(moto_url)
         assert proxy.asked[5:] == []
@@ -147,6 +142,18 @@ async def test_tls_goes_through_a_tunnel(
 
 
 LISTING = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
+
+
+async def test_more_folders_than_a_page_has(s3_store: OpenStore) -> None:
+    def page(head: str, _: bytes) -> bytes:
+        last = "token=more" in head
+        more = "" if last else "<NextContinuationToken>more</NextContinuationToken>"
+        name = f"<CommonPrefixes><Prefix>p/{'b' if last else 'a'}/</Prefix></CommonPrefixes>"
+        return servers.http(LISTING.replace(b"<K", f"{name}{more}<K".encode()))
+
+    async with servers.canned(page) as at, s3_store(at.url) as store:
+        assert list(await store.folders("p/", 2000)) == ["a", "b"]
+        assert list(await store.folders("p/", 1000)) == ["a"], "one request, however many keys"
 
 
 async def test_an_io_process_keeps_tls_connections_ready(
