@@ -10,7 +10,7 @@ import pytest
 
 from s3kv.cli.app import cli
 from s3kv.config import Config
-from s3kv.metrics import EC_METRICS, KV_METRICS
+from s3kv.metrics import EC_METRICS, KV_METRICS, TIER_METRICS
 from scripts import render_docs
 
 
@@ -100,6 +100,12 @@ def test_every_transfer_config_shown_is_valid(kind: str) -> None:
             transfer = transfer["kv_connector_extra_config"]["connectors"][-1]
         assert transfer[f"{kind}_connector"] == f"S3{kind.upper()}Connector"
         Config.parse(transfer[f"{kind}_connector_extra_config"])
+
+
+def test_the_quick_start_finds_the_hits_of_a_tier() -> None:
+    page = (render_docs.ROOT / "docs/quickstart.md").read_text()
+    (pattern,) = re.findall(r"/metrics \| grep(?: -E)? '?([^'\n]+)", page)
+    assert any(re.search(pattern, f"vllm:s3kv_{name}") for name in TIER_METRICS)
 
 
 def test_every_metric_named_exists() -> None:

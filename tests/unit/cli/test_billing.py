@@ -15,11 +15,8 @@ def test_samples_are_added_up_by_verb_and_status() -> None:
         "bytes 1\n"
         "not a sample\n"
     )
-    assert billing.metric_sums(text) == {
-        "requests|GET|2xx": 3.5,
-        "requests|GET|4xx": 4.0,
-        "bytes": 1001.0,
-    }
+    sums = {"requests|GET|2xx": 3.5, "requests|GET|4xx": 4.0, "bytes": 1001.0}
+    assert billing.metric_sums(text) == sums
 
 
 def test_counters_become_traffic() -> None:
