@@ -44,8 +44,10 @@ existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def parse(settings: Mapping[str, Any]) -> Config:
-    """The settings of a command line. Raises `ConfigError`."""
-    return Config.parse(settings, source="the command line or its file of settings")
+    """The settings of a command line, or of a tier. Raises `ConfigError`."""
+    vllms_own = _TIER_OPTIONS if settings.get("type") == "s3kv" else ()
+    ours = {name: value for name, value in settings.items() if name not in vllms_own}
+    return Config.parse(ours, source="the command line or its file of settings")
 
 
 def with_settings(
@@ -111,9 +113,7 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} cannot be read as JSON: {error}") from error
     if not isinstance(held, dict):
         raise ConfigError(f"{str(file)!r} is not a JSON object")
-    found = settings_of(held) or extra_of(held)
-    vllms_own = _TIER_OPTIONS if found.get("type") == "s3kv" else ()
-    return {name: value for name, value in found.items() if name not in vllms_own}
+    return dict(settings_of(held) or extra_of(held))
 
 
 def duration(text: str) -> float:

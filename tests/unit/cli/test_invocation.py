@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from s3kv.cli.__main__ import main
 from s3kv.cli.app import cli
 from s3kv.cli.invocation import parse, read_settings
+from s3kv.config import Config
 from s3kv.errors import ConfigError
 from tests.project import ROOT
 from tests.unit.cli.conftest import refused
@@ -40,7 +41,7 @@ def test_the_settings_of_a_tier_alone_and_under_a_multi_connector(tmp_path: Path
     several = {"connectors": [{"kv_connector": "x"}, {"kv_connector_extra_config": extra}]}
     for held in (extra, several):
         file.write_text(json.dumps({"kv_connector_extra_config": held}))
-        assert read_settings(file, {}, []) == {"bucket": "bkt", "max_wait_ms": 5}
+        assert parse(read_settings(file, {}, [])) == Config(bucket="bkt", max_wait_ms=5)
 
 
 def test_values_are_json_or_text() -> None:

@@ -96,7 +96,7 @@ def test_objects_that_cannot_be_deleted_cost_no_result(
         raise StoreDenied(f"s3:DeleteObject on {prefix}: 403 AccessDenied")
 
     monkeypatch.setattr(prove, "_delete", refuse)
-    done = run("prove", "m", "--arms", "restart")
+    done = run("prove", "m", "--arms", "restart", "--connector", "OffloadingConnector")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("PROVEN: ")
     assert "s3kv: objects stay under s3kv/prove/" in done.stderr
