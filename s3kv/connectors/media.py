@@ -122,12 +122,16 @@ class MediaNames:
         self._capacity = capacity
         self._meanings: dict[bytes, bytes | None] = {}
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._meanings) >= self._capacity
+
     def disputed(self, name: str, content: bytes | None) -> bool:
         """Whether `name` may have stood for anything but `content`. Unknown content (None) disputes
         the name, too. A new name is disputed if the memory is full."""
         key = blake2b(name.encode(), digest_size=16).digest()
         if key not in self._meanings:
-            if len(self._meanings) >= self._capacity:
+            if self.is_full:
                 return True
             self._meanings[key] = content
         if content is None or self._meanings[key] != content:

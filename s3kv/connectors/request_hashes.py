@@ -38,6 +38,7 @@ _UNKNOWN_MEDIA = (
     "(processor cache of type shm, metadata alone), or one name has stood for two images; see "
     "trust_media_names"
 )
+_TOO_MANY_MEDIA = "new images, because a million others came before: restart the engine for them"
 _UNKNOWN_INPUTS = (
     "prompt embeddings or token types, because block hashes may not cover them: only one of "
     "prompt_token_ids and prompt_is_token_ids is given, or this version of vLLM hashes prompts in "
@@ -188,7 +189,7 @@ class RequestHashes:
                 contents.append(content)
             disputed |= self._is_disputed(feature.identifier, content)
         if disputed:
-            self._warn_once(_UNKNOWN_MEDIA)
+            self._warn_once(_TOO_MANY_MEDIA if self._names.is_full else _UNKNOWN_MEDIA)
         return None if disputed else contents
 
     def _is_disputed(self, name: str, content: bytes | None) -> bool:

@@ -119,7 +119,12 @@ def test_what_a_session_is_given_later_is_not_cached() -> None:
     assert of.take_barred() == set()
 
 
-def test_names_beyond_the_memory_for_them_are_disputed() -> None:
+def test_names_beyond_the_memory_for_them_are_disputed(caplog: pytest.LogCaptureFixture) -> None:
+    of = answers()
+    of._names = MediaNames(capacity=1)
+    with caplog.at_level(logging.WARNING, "s3kv"):
+        assert hashes(request("r", picture("a"), picture("b", value=2)), of) == []
+    assert "a million others came before" in caplog.text
     names = MediaNames(capacity=1)
     assert not names.disputed("a", b"1")
     assert names.disputed("b", b"1")
