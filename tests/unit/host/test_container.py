@@ -75,13 +75,11 @@ def ranks_in(container: Path, word: str) -> list[str]:
     ]
     try:
         for rank in ranks:
-            assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
         for rank in ranks:
-            assert rank.stdin is not None
             rank.stdin.write("go\n")
             rank.stdin.flush()
-        told = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+        told = [rank.stdout.readline() for rank in ranks]
     finally:
         for rank in ranks:
             rank.communicate()

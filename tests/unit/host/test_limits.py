@@ -14,11 +14,6 @@ GIB = 2**30
 MEMINFO = "MemTotal:       24684096 kB\nMemFree: 1 kB\nMemAvailable:   19160876 kB\n"
 
 
-def limits_of(tmp_path: Path, files: dict[str, str]) -> MemoryLimits:
-    plant(tmp_path, {"proc/meminfo": MEMINFO, **files})
-    return memory_limits(tmp_path)
-
-
 V2 = "sys/fs/cgroup"
 V1 = "sys/fs/cgroup/memory"
 PRIVATE = {"proc/self/cgroup": "0::/\n"}
@@ -77,7 +72,8 @@ def v1(where: str, limit: int, anon: int = 0, shmem: int = 0) -> dict[str, str]:
 def test_the_cgroup_that_has_least_left(
     tmp_path: Path, files: dict[str, str], container: tuple[int | None, int | None]
 ) -> None:
-    found = limits_of(tmp_path, files)
+    plant(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    found = memory_limits(tmp_path)
     assert found.machine_bytes == 19160876 * 1024
     assert (found.container_bytes, found.container_used_bytes) == container
 

@@ -132,15 +132,14 @@ def test_the_policy_is_the_files_and_holds_in_every_process() -> None:
         "slab = Slab.attach(int(sys.argv[1]))\n"
         "print(policy_at(mapping(slab._map)[0]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(slab.fd)],
-        pass_fds=(slab.fd,),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str(before)
+    assert printed(code, slab.fd) == str(before)
     slab.close()
+
+
+def printed(code: str, *fds: int) -> str:
+    """What a process prints that is handed these files, with their numbers as arguments."""
+    command = [sys.executable, "-c", code, *map(str, fds)]
+    return subprocess.check_output(command, pass_fds=fds, text=True).strip()
 
 
 @pytest.mark.usefixtures("allowed")
@@ -304,8 +303,7 @@ def test_they_are_huge_where_linux_gives_them() -> None:
         "slab = Slab.create(16 * HUGE_BYTES, huge_pages=True); slab.prefault()\n"
         "print(mapping_of(slab)['ShmemPmdMapped'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() != "0 kB", "no page was huge"
+    assert printed(code) != "0 kB", "no page was huge"
 
 
 def bound_worker(pipe: Connection) -> None:

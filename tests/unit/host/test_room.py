@@ -52,8 +52,6 @@ def test_an_extent_fits_wherever_its_region_is_free(count: int, pages: int, seed
 def test_what_reaches_into_a_region_is_within_it() -> None:
     extents = Extents(32)
     long, short = extents.allocate(9), extents.allocate(2)
-    assert long is not None
-    assert short is not None
     assert extents.within(long + 8, long + 9) == [long]
     assert extents.within(*region_of(short, 2)) == [short]
     assert extents.within(long, long + 16) == sorted(

@@ -207,30 +207,29 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host.close()
 
 
-@pytest.mark.parametrize("taken_bytes", [None, 0, RANK_BYTES // 2, RANK_BYTES])
-def test_ranks_get_one_answer_whichever_comes_first(host: Host, taken_bytes: int | None) -> None:
-    """None: the sister has no slab yet."""
-    planned = ((2, RANK_BYTES, "host_bytes, per rank"),)
+RANKS = {"planned": ((2, RANK_BYTES, "host_bytes, per rank"),)}, r"\(host_bytes, per rank\) = 8,388"
+ENGINES: Any = {}, r"\(slabs on this host\)"
+
+
+@pytest.mark.parametrize(
+    ("plan", "taken_bytes"),
+    [(RANKS, None), *itertools.product([RANKS, ENGINES], [0, RANK_BYTES // 2, RANK_BYTES])],
+)
+def test_there_is_one_answer_whichever_comes_first(
+    host: Host, plan: Any, taken_bytes: int | None
+) -> None:
+    """Of the ranks of an engine, or of engines. None: the sister has no slab yet; otherwise it may
+    not have touched its memory."""
+    options, said = plan
     if taken_bytes is not None:
         host.sister(taken_bytes)
     host.limit_bytes = OTHERS_BYTES + 2 * RANK_BYTES - 1
     before = mappings()
-    with pytest.raises(ConfigError, match=r"2 × 4,194,304 \(host_bytes, per rank\) = 8,388,608"):
-        Slab.create(RANK_BYTES, planned=planned)
+    with pytest.raises(ConfigError, match=f"2 × 4,194,304 {said}"):
+        Slab.create(RANK_BYTES, **options)
     assert mappings() == before
     host.limit_bytes += 1
-    Slab.create(RANK_BYTES, planned=planned).close()
-
-
-@pytest.mark.parametrize("taken_bytes", [0, RANK_BYTES // 2, RANK_BYTES])
-def test_an_engine_sees_the_slabs_of_another(host: Host, taken_bytes: int) -> None:
-    """The other may not have touched its memory yet."""
-    host.sister(taken_bytes)
-    host.limit_bytes = OTHERS_BYTES + 2 * RANK_BYTES - 1
-    with pytest.raises(ConfigError, match=r"2 × 4,194,304 \(slabs on this host\)"):
-        Slab.create(RANK_BYTES)
-    host.limit_bytes += 1
-    Slab.create(RANK_BYTES).close()
+    Slab.create(RANK_BYTES, **options).close()
 
 
 def test_of_two_that_are_made_at_the_same_time_one_at_least_is_refused(

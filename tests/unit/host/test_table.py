@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -25,26 +25,10 @@ def key(number: int, group: int = 0) -> ChunkKey:
     return ChunkKey(group, number.to_bytes(4, "big"))
 
 
-def make_table(count: int) -> Table:
-    return Table(EqualSlots(count))
-
-
-def reserve(table: Table, of: ChunkKey) -> Entry:
-    reservation = table.reserve(of)
-    return reservation.entry
-
-
-def resident(table: Table, of: ChunkKey, *, dirty: bool = False) -> Entry:
-    slot = reserve(table, of)
-    table.commit(slot, dirty=dirty)
-    return slot
-
-
-def prefix(table: Table, hashes: Sequence[bytes], *, group: int = 0, start: int = 0) -> list[Entry]:
-    slots = table.pin_prefix(group, hashes, start)
-    for slot in slots:
-        table.unpin(slot)
-    return slots
+def resident(table: Table, number: int, *, nbytes: int | None = None, dirty: bool = False) -> Entry:
+    entry = table.reserve(key(number), nbytes).entry
+    table.commit(entry, dirty=dirty)
+    return entry
 
 
 def pin_and_unpin(table: Table, slot: Entry) -> None:
@@ -69,10 +53,10 @@ def test_every_event_is_tried() -> None:
 
 
 def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
-    table = make_table(4)
-    slots = [resident(table, key(n), dirty=n == 2) for n in (1, 2, 3)]
+    table = Table(EqualSlots(4))
+    slots = [resident(table, n, dirty=n == 2) for n in (1, 2, 3)]
     table.pin(slots[1])
-    missing = reserve(table, key(4))
+    missing = table.reserve(key(4)).entry
     hashes = [key(n).block_hash for n in (1, 2, 3, 4)]
     assert table.pin_prefix(0, hashes, start=1) == slots[1:]
     assert [slot.pins for slot in slots] == [0, 2, 1]
@@ -85,24 +69,20 @@ def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
 
 
 def test_a_chain_leaves_from_its_tail() -> None:
-    table = make_table(4)
-    chain = [resident(table, key(number)) for number in range(4)]
+    table = Table(EqualSlots(4))
+    chain = [resident(table, number) for number in range(4)]
     table.touch_chain(chain)
-    evicted: list[ChunkKey] = []
-    for number in range(4, 8):
-        reservation = table.reserve(key(number))
-        evicted += reservation.evicted
-    assert evicted == [key(3), key(2), key(1), key(0)]
+    evicted = [table.reserve(key(number)).evicted for number in range(4, 8)]
+    assert evicted == [[key(3)], [key(2)], [key(1)], [key(0)]]
 
 
 def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
-    table = make_table(3)
-    chain = [resident(table, key(number)) for number in range(3)]
-    resident(table, key(9))
+    table = Table(EqualSlots(3))
+    chain = [resident(table, number) for number in range(3)]
+    resident(table, 9)
     with pytest.raises(TableError, match="gone"):
         table.touch_chain(chain)
-    reservation = table.reserve(key(10))
-    assert reservation.evicted == [key(1)]
+    assert table.reserve(key(10)).evicted == [key(1)]
 
 
 @dataclass
@@ -124,7 +104,7 @@ class SlotMachine(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 8))
     def start(self, count: int) -> None:
         self.count = count
-        self.table = make_table(count)
+        self.table = Table(EqualSlots(count))
         self.entries: dict[ChunkKey, Modelled] = {}
         self.order: list[ChunkKey] = []
         self.handles: list[tuple[ChunkKey, Entry]] = []
@@ -199,7 +179,10 @@ class SlotMachine(RuleBasedStateMachine):
                 break
             expected.append(entry.slot)
         hashes = [key(number).block_hash for number in numbers]
-        assert prefix(self.table, hashes, group=group) == expected
+        found = self.table.pin_prefix(group, hashes, 0)
+        for slot in found:
+            self.table.unpin(slot)
+        assert found == expected
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -227,23 +210,13 @@ def test_agrees_with_a_model() -> None:
     play(SlotMachine, games=150, steps=60)
 
 
-def of_pages(count: int) -> Table:
-    return Table(Extents(count))
-
-
-def filled(table: Table, number: int, nbytes: int) -> Entry:
-    reservation = table.reserve(key(number), nbytes)
-    table.commit(reservation.entry, dirty=False)
-    return reservation.entry
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_no_history_makes_the_slab_smaller(seed: int) -> None:
     """Sizes from one page to half of the slab, dirty ones, pins that come and go: every placement
     that fails has something in its way, none evicts more than it may, and in the end the largest
     entry still fits."""
     draw = random.Random(seed)
-    table = of_pages(1024)
+    table = Table(Extents(1024))
     filling: list[Entry] = []
     held: list[Entry] = []
     for number in range(600):
@@ -289,26 +262,24 @@ def let_go(table: Table, entry: Entry) -> None:
 
 
 def test_it_cannot_be_filled_with_more_than_was_reserved() -> None:
-    table = of_pages(8)
-    reservation = table.reserve(key(0), 10)
-    assert reservation is not None
+    table = Table(Extents(8))
+    entry = table.reserve(key(0), 10).entry
     with pytest.raises(TableError, match="filled with 11 bytes"):
-        table.commit(reservation.entry, dirty=False, nbytes=11)
-    assert reservation.entry.state is RESERVED
+        table.commit(entry, dirty=False, nbytes=11)
+    assert entry.state is RESERVED
 
 
 def test_one_in_the_region_that_must_stay_keeps_its_neighbours() -> None:
-    table = of_pages(4)
-    pinned, other = filled(table, 0, PAGE_BYTES), filled(table, 1, PAGE_BYTES)
+    table = Table(Extents(4))
+    pinned, other = (resident(table, number, nbytes=PAGE_BYTES) for number in (0, 1))
     table.pin(pinned)
-    half = filled(table, 2, 2 * PAGE_BYTES)
+    half = resident(table, 2, nbytes=2 * PAGE_BYTES)
     assert table.reserve(key(3), 4 * PAGE_BYTES) is None, "the pinned one is in every region"
-    reservation = table.reserve(key(3), 2 * PAGE_BYTES)
-    assert reservation is not None
+    assert table.reserve(key(3), 2 * PAGE_BYTES) is not None
     assert (half.state, other.state) == (FREE, CLEAN)
     assert table.reserve(key(4), 2 * PAGE_BYTES) is None
 
 
 def test_an_entry_knows_whether_it_was_used_since_it_came() -> None:
-    entry = filled(of_pages(4), 0, PAGE_BYTES)
+    entry = resident(Table(Extents(4)), 0, nbytes=PAGE_BYTES)
     assert [entry.use(), entry.use()] == ["bucket", "host"]

@@ -60,8 +60,9 @@ class Bucket(MemoryStore):
     def __contains__(self, key: str) -> bool:
         return key in self._objects and key not in FOREIGN and key != keys.cleaner("s3kv")
 
-    def write(self, number: int) -> None:
-        self._objects[chunk(number)] = (DATA, EPOCH_S + self._loop.time())
+    def write(self, *numbers: int) -> None:
+        for number in numbers:
+            self._objects[chunk(number)] = (DATA, EPOCH_S + self._loop.time())
         self.peak = max(self.peak, self.nbytes)
 
     def age_s(self, key: str) -> float:
@@ -141,17 +142,11 @@ class Engine:
             idle_s=budget.get("idle_s", 0.0),
             min_age_s=MIN_AGE_S,
             holder=name,
-            on_refresh_after=self._note,
+            on_refresh_after=lambda seconds: setattr(self, "refresh_after_s", seconds),
             rng=fleet.rng,
             clock=fleet.loop.time,
         )
         self.task = fleet.loop.create_task(self.cleaner.run())
-
-    def _note(self, seconds: float) -> None:
-        self.refresh_after_s = seconds
-
-    def die(self) -> None:
-        self.task.cancel()
 
 
 class Fleet:
@@ -182,8 +177,7 @@ class Fleet:
 
     def begin_with(self, objects: int, engines: int = 1) -> Engine:
         """Start engines on a bucket with objects that are no more young; the first of them."""
-        for number in range(objects):
-            self.bucket.write(number)
+        self.bucket.write(*range(objects))
         self.loop.run_until(2 * MIN_AGE_S)
         self.start(engines, max_bytes=BUDGET)
         return self.engines[0]
@@ -237,9 +231,8 @@ def test_what_is_hit_stays_and_what_is_not_hit_goes(fleet: Fleet) -> None:
     fleet.run(24, per_hour=60, every=hit)
     assert all(key in fleet.bucket for key in hot)
     assert chunk(11) not in fleet.bucket
-    turnover_s = BUDGET / NBYTES * 60
-    assert fleet.engines[0].refresh_after_s == pytest.approx(turnover_s / REFRESHED, rel=0.2)
-    assert fleet.engines[1].refresh_after_s == pytest.approx(turnover_s / REFRESHED, rel=0.2)
+    after_s = pytest.approx(BUDGET / NBYTES * 60 / REFRESHED, rel=0.2)
+    assert [engine.refresh_after_s for engine in fleet.engines] == [after_s, after_s]
     fleet.check()
 
 
@@ -271,7 +264,7 @@ def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> Non
     fleet.start(5, max_bytes=BUDGET)
     fleet.run(6, per_hour=60)
     (first,) = fleet.sweepers
-    first.die()
+    first.task.cancel()
     fleet.run(13 / 60, per_hour=60)
     (second,) = (engine for engine in fleet.sweepers if engine is not first)
     swept = second.cleaner.sweeps
@@ -288,8 +281,7 @@ def test_one_that_was_stopped_in_a_sweep_deletes_nothing_when_it_wakes(fleet: Fl
     engine.line.stops_in_listing = 1
     fleet.loop.run_until(HOUR_S)
     assert not engine.line.runs.is_set()
-    for number in range(300):
-        fleet.bucket.write(number)
+    fleet.bucket.write(*range(300))
     engine.line.runs.set()
     fleet.loop.run_until(HOUR_S + MIN_AGE_S / 2)
     assert fleet.bucket.deleted == []
@@ -304,8 +296,7 @@ def test_one_that_was_stopped_between_two_attempts_to_delete_deletes_nothing(
     engine.line.failing_deletions = 1
     while engine.line.failing_deletions:
         fleet.loop.run_until(fleet.loop.time() + 1.0)
-    for number in range(300):
-        fleet.bucket.write(number)
+    fleet.bucket.write(*range(300))
     fleet.run(2, per_hour=0)
     assert fleet.bucket.nbytes <= BUDGET
     fleet.check()
@@ -323,18 +314,11 @@ def test_a_sweep_that_takes_long_keeps_its_lease(fleet: Fleet) -> None:
 @pytest.mark.parametrize("conditional", [True, False])
 def test_of_two_that_take_the_lease_at_once_one_has_it(conditional: bool) -> None:
     fleet = Fleet(conditional=conditional)
-    fleet.rng = Mean()
+    fleet.rng.uniform = lambda a, b: (a + b) / 2  # chance treats all alike
     fleet.start(3, max_bytes=BUDGET)
     fleet.run(1, per_hour=0)
     assert len(fleet.sweepers) == 1
     fleet.loop.give_up()
-
-
-class Mean(random.Random):
-    """Chance that treats all alike."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return (a + b) / 2
 
 
 @pytest.mark.parametrize(

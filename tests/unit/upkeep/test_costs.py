@@ -13,7 +13,6 @@ def test_the_rate_of_uploads_is_that_of_a_month() -> None:
     assert growth_warning(GROWTH_KNOWN_S - 1.0, 6 * GIB, PRICE) is None
     said = growth_warning(GROWTH_KNOWN_S, 6 * GIB, PRICE)
     gib = 6 * MONTH_S / GROWTH_KNOWN_S
-    assert said is not None
     assert f"{gib:,.0f} GiB after a month" in said
     assert f"${gib * PRICE:,.2f} a month" in said
     assert "bucket_bytes" in said
@@ -22,5 +21,4 @@ def test_the_rate_of_uploads_is_that_of_a_month() -> None:
 def test_what_is_free_or_next_to_nothing() -> None:
     assert growth_warning(GROWTH_KNOWN_S, 1_000, PRICE) is None
     said = growth_warning(GROWTH_KNOWN_S + 60.0, 6 * GIB, 0.0)
-    assert said is not None
     assert "$" not in said

@@ -87,9 +87,7 @@ def make(bucket: Bucket, *, is_idle: bool = True) -> tuple[Refresher, Pauses]:
 
 
 async def read(bucket: Bucket, number: int) -> ObjectInfo:
-    info = await bucket.get_into(rig.object_key(number), Place.of(bytearray(2**20)))
-    assert info is not None
-    return info
+    return await bucket.get_into(rig.object_key(number), Place.of(bytearray(2**20)))
 
 
 def test_the_probability_rises_from_none_to_certainty() -> None:
@@ -189,11 +187,12 @@ async def test_a_store_that_refuses_is_left_alone_for_a_while(
     assert refresher.done == 1
 
 
-Answers = list[tuple[Outcome, float]]
-
-
-def use_of(refresher: Refresher, key: str, answers: Answers) -> None:
-    refresher.use(key, lambda outcome, fresh_s: answers.append((outcome, fresh_s)))
+def used(refresher: Refresher, *keys: str) -> list[tuple[Outcome, float]]:
+    """The answers to these uses, as they come."""
+    answers: list[tuple[Outcome, float]] = []
+    for key in keys:
+        refresher.use(key, lambda outcome, fresh_s: answers.append((outcome, fresh_s)))
+    return answers
 
 
 def test_uses_need_not_be_reported_before_the_object_is_due() -> None:
@@ -244,9 +243,7 @@ async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
     bucket = Bucket(1, 2, age_s=2 * AFTER_S)
     rig.hold(bucket, 2)
     refresher, _ = make(bucket)
-    answers: Answers = []
-    for number in (1, 2, 3):
-        use_of(refresher, rig.object_key(number), answers)
+    answers = used(refresher, *map(rig.object_key, (1, 2, 3)))
     await looked(refresher)
     old, young, gone = answers
     assert old[0] is young[0] is Outcome.EXISTS
@@ -275,8 +272,7 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
     while bucket.now_s < end_s:
         bucket.now_s += AFTER_S / 200
         for replica in [one for one in replicas if due_s[one] <= bucket.now_s]:
-            answers: Answers = []
-            use_of(replica, rig.object_key(1), answers)
+            answers = used(replica, rig.object_key(1))
             for _ in range(50):
                 await asyncio.sleep(0)
             ((outcome, fresh_s),) = answers
@@ -296,29 +292,21 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
 async def test_what_cannot_be_looked_at_is_answered_all_the_same() -> None:
     bucket = Bucket()
     refresher, _ = make(bucket)
-    answers: Answers = []
-    for number in range(MAX_WAITING + 7):
-        use_of(refresher, f"key-{number}", answers)
+    answers = used(refresher, *(f"key-{number}" for number in range(MAX_WAITING + 7)))
     assert answers == [(Outcome.CANCELLED, 0.0)] * 7
     refresher.give_up()
     assert answers == [(Outcome.CANCELLED, 0.0)] * (MAX_WAITING + 7)
-    use_of(refresher, "key", answers)
-    assert len(answers) == MAX_WAITING + 8, "at once: nobody looks any more"
+    assert len(used(refresher, "key")) == 1, "at once: nobody looks any more"
 
 
 async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
     bucket = Bucket(1)
     bucket.errors["head"] = [StoreUnavailable("500"), StoreDenied("403")]
     refresher, _ = make(bucket)
-    answers: Answers = []
-    for _ in range(3):
-        use_of(refresher, rig.object_key(1), answers)
+    answers = used(refresher, *[rig.object_key(1)] * 3)
     await looked(refresher)
-    assert [outcome for outcome, _ in answers] == [
-        Outcome.CANCELLED,
-        Outcome.CANCELLED,
-        Outcome.EXISTS,
-    ]
+    outcomes = [outcome for outcome, _ in answers]
+    assert outcomes == [Outcome.CANCELLED] * 2 + [Outcome.EXISTS]
     assert refresher.failed == 2
 
 
@@ -326,9 +314,7 @@ async def test_a_look_that_is_cut_short_is_answered_once() -> None:
     bucket = Bucket()
     bucket.hangs = True
     refresher, _ = make(bucket)
-    answers: Answers = []
-    use_of(refresher, "one", answers)
-    use_of(refresher, "two", answers)
+    answers = used(refresher, "one", "two")
     await looked(refresher)
     assert bucket.asked["head"] == 1
     assert answers == [(Outcome.CANCELLED, 0.0)] * 2

@@ -22,12 +22,11 @@ BASE: dict[str, Any] = {
 }
 
 
-def place(fingerprint: dict[str, Any]) -> tuple[Namespace, bytes]:
-    return Namespace("s3kv", fingerprint_digest(fingerprint)), canonical_json(fingerprint)
+NAMESPACE, MANIFEST = Namespace("s3kv", fingerprint_digest(BASE)), canonical_json(BASE)
 
 
-async def meet(store: MemoryStore, fingerprint: dict[str, Any]) -> str:
-    return await introduce(store, Registration(*place(fingerprint)))
+async def meet(store: MemoryStore, *shapes: str) -> str:
+    return await introduce(store, Registration(NAMESPACE, MANIFEST, shapes))
 
 
 async def read(store: MemoryStore, key: str) -> bytes | None:
@@ -37,35 +36,29 @@ async def read(store: MemoryStore, key: str) -> bytes | None:
 
 async def test_the_first_writes_it_and_the_second_knows_it() -> None:
     store = MemoryStore()
-    namespace, manifest = place(BASE)
-    said = await meet(store, BASE)
-    assert f"{namespace.root} is new; if others are under s3kv/" in said
-    assert await read(store, namespace.manifest) == manifest
-    assert fingerprint_digest(json.loads(manifest)) == namespace.digest
-    assert f"{namespace.root} is known" in await meet(store, BASE)
+    assert f"{NAMESPACE.root} is new; if others are under s3kv/" in await meet(store)
+    assert await read(store, NAMESPACE.manifest) == MANIFEST
+    assert fingerprint_digest(json.loads(MANIFEST)) == NAMESPACE.digest
+    assert f"{NAMESPACE.root} is known" in await meet(store)
 
 
 async def test_the_shapes_of_every_engine_are_listed_beside_it() -> None:
     store = MemoryStore()
-    namespace, manifest = place(BASE)
-    halves = ["h0-3of8-l0-31of32", "h4-7of8-l0-31of32"]
-    await introduce(store, Registration(namespace, manifest, halves))
-    await introduce(store, Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
-    shapes = [info async for info in store.list(f"{namespace.root}shapes/")]
+    await meet(store, "h0-3of8-l0-31of32", "h4-7of8-l0-31of32")
+    await meet(store, "h0-7of8-l0-31of32")
+    shapes = [info async for info in store.list(f"{NAMESPACE.root}shapes/")]
     names = [info.key.rpartition("/")[2] for info in shapes]
     assert names == ["h0-3of8-l0-31of32", "h0-7of8-l0-31of32", "h4-7of8-l0-31of32"]
-    assert all(info.nbytes == 0 and parse_sign(info.key) == namespace for info in shapes)
+    assert all(info.nbytes == 0 and parse_sign(info.key) == NAMESPACE for info in shapes)
 
 
 async def test_a_bucket_that_may_only_be_read_or_is_full() -> None:
     store = Refusing("put", StoreDenied("s3:PutObject"))
-    assert "is new (it has no manifest: writing one was denied)" in await meet(store, BASE)
-    namespace, manifest = place(BASE)
-    store.hold(namespace.manifest, manifest)
-    assert "is known" in await meet(store, BASE)
+    assert "is new (it has no manifest: writing one was denied)" in await meet(store)
+    store.hold(NAMESPACE.manifest, MANIFEST)
+    assert "is known" in await meet(store)
     full = Refusing("put", StoreUnavailable("507 disk full"), "/shapes/")
-    said = await introduce(full, Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
-    assert f"{namespace.root} is new" in said
+    assert f"{NAMESPACE.root} is new" in await meet(full, "h0-7of8-l0-31of32")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +83,7 @@ def test_every_value_has_the_names_of_all_around_it() -> None:
 
 async def test_a_manifest_that_is_damaged_is_said_to_be() -> None:
     store = MemoryStore()
-    namespace, _ = place(BASE)
     for body in (b"{}", b"x" * (MAX_MANIFEST_BYTES + 1)):
-        await store.put(namespace.manifest, Place.of(body), if_absent=False)
-        assert "its manifest is damaged" in await meet(store, BASE)
-        assert await store.head(namespace.manifest) is not None
+        await store.put(NAMESPACE.manifest, Place.of(body), if_absent=False)
+        assert "its manifest is damaged" in await meet(store)
+        assert await store.head(NAMESPACE.manifest) is not None
