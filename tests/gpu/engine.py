@@ -109,15 +109,15 @@ class SlowStream:
         self._stream.gather(stacks, rows)
 
 
-def slow_copier(device: Device, places: ChunkPlaces) -> tuple[GpuCopier, SlowGpu]:
+def slow_copier(device: Device, places: ChunkPlaces) -> GpuCopier:
+    """Of a `SlowGpu`."""
     if isinstance(device, SimulatedDevice):
-        device.gpu = SimulatedGpu(device.seed)
-        gpu = SlowGpu(device.gpu)
+        gpu = device.gpu = SimulatedGpu(device.seed)
     else:
         from s3kv.device.gpu.cuda import CudaGpu
 
-        gpu = SlowGpu(CudaGpu(places.device))
-    return GpuCopier(places, gpu), gpu  # type: ignore[arg-type]
+        gpu = CudaGpu(places.device)
+    return GpuCopier(places, SlowGpu(gpu))  # type: ignore[arg-type]
 
 
 def synchronize_engine(device: Device) -> None:

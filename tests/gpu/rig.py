@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from s3kv.device.copier import Copier
 from s3kv.device.copies import BlockCopies
 from s3kv.device.slot_payloads import ChunkPlaces
 from tests.gpu.engine import LONG_S
-from tests.unit.device.caches import Caches, Shape, build, moves, places
+from tests.unit.device.caches import Caches, Shape, build, places
 from tests.unit.device.devices import Device
 
 
@@ -64,12 +63,6 @@ def with_content(caches: Caches, content: Sequence[torch.Tensor]) -> Caches:
     for buffer, data in zip(other.buffers, content, strict=True):
         buffer.copy_(data)
     return other
-
-
-def payload_of(caches: Caches, block_ids: Sequence[int]) -> bytes:
-    """A chunk of blocks of caches on the CPU, by the plan that the CPU's copies carry out."""
-    found = moves(caches.layout(), block_ids, 0)
-    return b"".join(ctypes.string_at(move.address, move.nbytes) for move in found)
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from time import monotonic
 import torch
 
 from s3kv.messages import CopyPart
-from tests.gpu.rig import noise, payload_of, rig, with_content
-from tests.unit.device.caches import Shape
+from tests.gpu.rig import noise, rig, with_content
+from tests.unit.device.caches import Shape, peek
 from tests.unit.device.devices import KINDS, make_device
 
 SHAPES = (
@@ -67,7 +67,7 @@ def saved_and_loaded(kind: str, shape: Shape, seed: int) -> bool:
         device.synchronize()
         for job, blocks in enumerate(sources):
             expected, found = before.content(blocks), r.caches.content(blocks)
-            if r.payload(job) != payload_of(before, blocks):
+            if r.payload(job) != peek(before.layout(), blocks):
                 return False
             if any(not torch.equal(expected[name], found[name]) for name in expected):
                 return False

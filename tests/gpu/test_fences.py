@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from s3kv.messages import CopyPart
-from tests.gpu.engine import Engine, SlowGpu, slow_copier, synchronize_engine
-from tests.gpu.rig import fill, noise, payload_of, rig, with_content
-from tests.unit.device.caches import DTYPES, ORDERS, Shape
+from tests.gpu.engine import Engine, slow_copier, synchronize_engine
+from tests.gpu.rig import fill, noise, rig, with_content
+from tests.unit.device.caches import DTYPES, ORDERS, Shape, peek
 from tests.unit.device.devices import Device
 
 STEPS = 6
@@ -61,7 +62,7 @@ def test_pages_come_back_although_the_engine_rewrites_them(
         device.synchronize()
         saved = [with_content(caches, content) for content in contents]
         for step, blocks in enumerate(sources):
-            assert r.payload(step) == payload_of(saved[step], blocks), f"step {step}"
+            assert r.payload(step) == peek(saved[step].layout(), blocks), f"step {step}"
 
         want = saved[STEPS]
         blocks = draw.sample(range(caches.shape.blocks), caches.shape.blocks)
@@ -80,14 +81,8 @@ def test_pages_come_back_although_the_engine_rewrites_them(
 @pytest.mark.parametrize("fenced", [True, False])
 def test_the_fence_is_what_holds_the_engine_back(gpu: Device, fenced: bool) -> None:
     """Of copies that come late, one that is fenced finds the page as it was, another does not."""
-    slow: list[SlowGpu] = []
-
-    def opened(places):  # type: ignore[no-untyped-def]
-        copier, late = slow_copier(gpu, places)
-        slow.append(late)
-        return copier
-
-    with rig(gpu, Shape("LBNHC", tokens=16, content=64), 1, opened) as r:
+    shape = Shape("LBNHC", tokens=16, content=64)
+    with rig(gpu, shape, 1, partial(slow_copier, gpu)) as r:
         (buffer,) = r.caches.buffers
         gpu.launch(lambda: buffer.fill_(1))
         r.copies.save(1, 0, 0, [0, 1])
@@ -96,7 +91,7 @@ def test_the_fence_is_what_holds_the_engine_back(gpu: Device, fenced: bool) -> N
         gpu.launch(lambda: buffer.fill_(2))
         if not fenced:
             synchronize_engine(gpu)
-        slow[0].go_on()
+        r.copies.copier._gpu.go_on()
         r.finish()
         assert set(r.payload(0)) == ({1} if fenced else {2})
 

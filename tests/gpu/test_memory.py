@@ -20,25 +20,14 @@ FOUND = 99
 """What the sanitizer ends with when it has found something."""
 
 
-def run(
-    command: list[str], env: dict[str, str], timeout_s: float
-) -> subprocess.CompletedProcess[str]:
+def run(check: list[str], options: list[str], env: dict[str, str], timeout_s: float) -> None:
+    """The program ends well, under a check."""
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+        [*check, sys.executable, "-m", "tests.gpu.sanitized", *options],
+        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout_s,
         check=False,
-    )
-    print(done.stdout[-6000:])
-    print(done.stderr[-6000:])
-    return done
-
-
-def program(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tests.gpu.sanitized", *arguments]
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout[-6000:], done.stderr[-6000:])
 
 
 @pytest.mark.parametrize("options", [["cpu"], ["simulated"], ["simulated", "--large"]])
@@ -47,7 +36,7 @@ def test_the_program_finds_right_bytes(options: list[str]) -> None:
 
 
 def test_the_program_notices_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitized, "payload_of", lambda caches, blocks: b"")
+    monkeypatch.setattr(sanitized, "peek", lambda layout, blocks: b"")
     assert sanitized.main(["--kind", "cpu"]) == 1
 
 
@@ -56,12 +45,10 @@ def test_the_program_notices_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
 def test_memcheck_finds_nothing() -> None:
     """Without torch's caching of memory, in which every address is some tensor's."""
-    assert SANITIZER is not None
     # Not the errors of calls: libraries ask the driver for functions that it may not have.
     check = [SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"]
     check += ["--error-exitcode", str(FOUND)]
-    done = run([*check, *program()], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, 380)
-    assert done.returncode == 0
+    run(check, [], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, 380)
 
 
 @pytest.mark.gpu
@@ -72,5 +59,4 @@ def test_memcheck_finds_nothing() -> None:
 def test_pages_may_be_in_memory_of_any_allocator(settings: str) -> None:
     """Expandable segments are mapped piece by piece, and a cache has many; pages may lie on two."""
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    done = run(program("--mib", "96"), dict.fromkeys(variables, settings), 110)
-    assert done.returncode == 0, done.stderr
+    run([], ["--mib", "96"], dict.fromkeys(variables, settings), 110)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -89,14 +90,14 @@ class Caches:
             buffer.copy_(noise)
 
 
-def build(shape: Shape, device: str, generator: torch.Generator) -> Caches:
-    """Caches over memory filled with noise."""
+def build(shape: Shape, device: str = "cpu", generator: torch.Generator | None = None) -> Caches:
+    """Caches over memory filled with noise, the same noise if no generator is given."""
     _, items = _strides(shape)
     nbytes = (shape.lead + items + 5) * shape.dtype.itemsize
     count = shape.layers if shape.separate else 1
     buffers = tuple(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count))
     caches = Caches(shape, buffers, _views(shape, buffers))
-    caches.fill(generator)
+    caches.fill(generator or torch.Generator().manual_seed(3))
     return caches
 
 
@@ -128,6 +129,11 @@ def moves(layout: PageLayout, block_ids: Sequence[int], first_block: int) -> lis
                     found.append(Move(begin + offset, at, nbytes))
                 at += nbytes
     return found
+
+
+def peek(layout: PageLayout, block_ids: Sequence[int]) -> bytes:
+    """The blocks as a payload has them, of caches on the CPU."""
+    return b"".join(ctypes.string_at(m.address, m.nbytes) for m in moves(layout, block_ids, 0))
 
 
 def places(caches: Caches, slots: int = 3) -> tuple[ChunkPlaces, ChunkFormat]:

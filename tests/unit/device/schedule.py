@@ -10,6 +10,7 @@ and read is compared with that. A schedule that fails is replayed with
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import sys
 from collections import defaultdict
@@ -29,7 +30,7 @@ from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import CopyPart
-from tests.unit.device.caches import ORDERS, Caches, Shape, build, moves
+from tests.unit.device.caches import ORDERS, Caches, Shape, build, moves, peek
 from tests.unit.device.simulated import SimulatedEvent, SimulatedGpu
 
 ACTIONS = 150
@@ -83,10 +84,6 @@ def stepped(copier: Copier, clock: Callable[[], float] = float) -> BlockCopies:
         copies = BlockCopies(copier, clock)
     copies._changed.step = copies._start_next  # type: ignore[attr-defined]
     return copies
-
-
-def peek(layout: PageLayout, block_ids: tuple[int, ...], first: int = 0) -> bytes:
-    return b"".join(ctypes.string_at(m.address, m.nbytes) for m in moves(layout, block_ids, first))
 
 
 def poke(layout: PageLayout, block: int, data: bytes) -> None:
@@ -156,7 +153,7 @@ class Schedule:
         self.loads: dict[str, tuple[int, list[CopyPart]]] = {}
         self.wrong_reads: list[str] = []
         self.failures = 0
-        self.counter = 0
+        self.numbers = itertools.count(1)
 
     def run(self) -> None:
         """Raises `AssertionError` for any byte in the wrong place."""
@@ -166,9 +163,9 @@ class Schedule:
             self.save: 8,
             self.load: 6,
             self.refill: 3,
-            self.step: 14,
+            self.copies._start_next: 14,
             self.poll: 8,
-            self.wait: 4,
+            self.gpu.pass_time: 4,
             self.switch: 2,
             self.stall: 1,
             self.go_on: 1,
@@ -184,8 +181,8 @@ class Schedule:
 
     def finish(self) -> None:
         self.go_on()
-        while self._queued():
-            self.step()
+        while self.copies._urgent or self.copies._out.waiting or self.copies._in.waiting:
+            self.copies._start_next()
             self.gpu.step()
         while self.saves or self.loads:
             self.gpu.step()
@@ -243,7 +240,7 @@ class Schedule:
         slot = self.random.choice(free)
         blocks = tuple(self.random.sample(idle, group.layout.blocks_per_chunk))
         slot.group, slot.content, slot.saving = number, None, True
-        job = self._next()
+        job = next(self.numbers)
         self.saves[job] = slot, peek(group.truth_layout, blocks)
         for block in blocks:
             group.readers[block].add(job)
@@ -267,7 +264,7 @@ class Schedule:
             self.slots[part.slot].loads += 1
             group.loading.update(part.block_ids)
             self._fence(group, part.block_ids)
-        load_id = str(self._next())
+        load_id = str(next(self.numbers))
         self.loads[load_id] = number, parts
         self.copies.load(load_id, parts)
 
@@ -307,18 +304,12 @@ class Schedule:
             if not ok:
                 self._write(group, block)
                 continue
-            data = self._block_of(group, slot.content, part.first_block + i)
+            begin = (part.first_block + i) * group.block_bytes
+            data = slot.content[begin : begin + group.block_bytes]
             assert peek(group.layout, (block,)) == data, "loaded other bytes"
             poke(group.truth_layout, block, data)
 
     # --- what happens to it -----------------------------------------------------------------------
-
-    def step(self) -> None:
-        """The copy thread starts a part, if it may."""
-        self.copies._start_next()
-
-    def wait(self) -> None:
-        self.gpu.pass_time()
 
     def stall(self) -> None:
         """The engine is busy for a while, unless something will fail, for which the host waits."""
@@ -380,23 +371,13 @@ class Schedule:
             readers -= jobs
         self.copies.fence(jobs)
 
-    def _queued(self) -> bool:
-        return bool(self.copies._urgent or self.copies._out.waiting or self.copies._in.waiting)
-
     def _payload_begin(self, slot: Slot) -> int:
         return self.slots.index(slot) * self.slot_bytes + HEADER_BYTES
-
-    def _block_of(self, group: Group, payload: bytes, block: int) -> bytes:
-        return payload[block * group.block_bytes :][: group.block_bytes]
 
     def _ended(self, ok: bool) -> bool:
         self.failures -= not ok
         assert self.failures >= 0, "a copy failed that nobody disturbed"
         return ok
-
-    def _next(self) -> int:
-        self.counter += 1
-        return self.counter
 
 
 if __name__ == "__main__":

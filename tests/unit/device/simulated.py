@@ -46,7 +46,6 @@ class SimulatedEvent:
         with self.gpu.lock:
             for event in (self, end):
                 assert event.timed
-                assert event.at is not None
                 assert event.at.done
             return self.gpu.random.choice([0.0, 0.001, 0.1, 5.0])
 
@@ -271,7 +270,6 @@ class SimulatedGpu:
 
     def engine_to(self, destination: int) -> str:
         """The copy engine that writes to this address."""
-        assert self.pinned is not None
         begin, nbytes = self.pinned
         return "out" if begin <= destination < begin + nbytes else "in"
 

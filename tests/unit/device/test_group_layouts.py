@@ -85,9 +85,8 @@ def state_of(draw: random.Random, layer: int, layers: int, *, beside: bool) -> V
 def test_groups_that_alias_a_buffer_keep_to_their_pages(seed: int) -> None:
     draw = random.Random(seed)
     layers, beside = draw.randint(1, 4), draw.random() < 0.5
-    buffer = torch.randint(
-        0, 255, (BLOCKS * layers * PAGE_BYTES,), dtype=torch.uint8, generator=_generator(seed)
-    )
+    generator, size = torch.Generator().manual_seed(seed), (BLOCKS * layers * PAGE_BYTES,)
+    buffer = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
     groups = [
         Group(
             {
@@ -139,10 +138,6 @@ def test_groups_that_alias_a_buffer_keep_to_their_pages(seed: int) -> None:
         assert torch.equal(buffer, expected), f"seed {seed}: a load wrote beside its pages"
     finally:
         copies.close()
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def _some(draw: random.Random, groups: list[Group]) -> list[tuple[int, Group]]:

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from s3kv.device.layout import PageLayout
 from s3kv.errors import UnsupportedError
-from tests.unit.device.caches import ORDERS, Caches, Move, Shape, build, moves
+from tests.unit.device.caches import ORDERS, Move, Shape, build, moves
 from tests.unit.device.test_bytes import shapes
-
-
-def caches_of(shape: Shape) -> Caches:
-    return build(shape, "cpu", torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +27,7 @@ def caches_of(shape: Shape) -> Caches:
     ],
 )
 def test_a_block_is_as_few_runs_as_the_layout_allows(order: str, page: str, runs: int) -> None:
-    layout = caches_of(Shape(order, heads=3, blocks_per_chunk=1)).layout()
+    layout = build(Shape(order, heads=3, blocks_per_chunk=1)).layout()
     assert layout.layers[0].order == page
     assert len(layout.pieces) == runs
 
@@ -40,7 +36,7 @@ def test_a_block_is_as_few_runs_as_the_layout_allows(order: str, page: str, runs
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 def test_kernel_blocks_are_a_dimension_of_the_page(order: str, ratio: int) -> None:
     shape = Shape(order, heads=3, tokens=4, content=8, ratio=ratio, blocks_per_chunk=2)
-    layout = caches_of(shape).layout()
+    layout = build(shape).layout()
     sizes = {"H": 3, "N": 4, "C": 8}
     part, page = layout.part("g0"), tuple(sizes[d] for d in layout.layers[0].order)
     assert part.shape == (2, 2, *((ratio, *page) if ratio > 1 else page))
@@ -79,10 +75,10 @@ def test_layers_that_swap_their_orders_are_other_parts() -> None:
 
 def test_the_description_tells_layouts_apart_but_not_engines() -> None:
     one = Shape("LBNHC")
-    base = caches_of(one).layout().describe()
+    base = build(one).layout().describe()
     same = [replace(one, blocks=12), replace(one, lead=3), replace(one, pad=8)]
     same += [replace(one, order="BLNHC"), replace(one, separate=True), replace(one, shared=True)]
-    assert all(caches_of(shape).layout().describe() == base for shape in same)
+    assert all(build(shape).layout().describe() == base for shape in same)
     different = [
         replace(one, order="LBHNC"),
         replace(one, dtype=torch.float16),
@@ -91,7 +87,7 @@ def test_the_description_tells_layouts_apart_but_not_engines() -> None:
         replace(one, layers=3),
         replace(one, heads=4, tokens=2),
     ]
-    assert all(caches_of(shape).layout().describe() != base for shape in different)
+    assert all(build(shape).layout().describe() != base for shape in different)
 
 
 REFUSED = {
@@ -132,7 +128,7 @@ def test_pieces_are_the_moves_of_a_block(data: st.DataObject) -> None:
     shape = data.draw(
         shapes(data.draw(st.sampled_from(ORDERS)), data.draw(st.sampled_from([1, 2, 4])))
     )
-    layout = caches_of(shape).layout()
+    layout = build(shape).layout()
     block = data.draw(st.integers(0, shape.blocks - 1))
     assert pieces(layout, block) == moves(layout, (block,), 0)
 

@@ -38,9 +38,8 @@ def test_what_came_of_pinning_is_in_it(
     assert found["device"] == "a GPU"
     assert found["pinned_bytes"] == (0 if refusal else PINNED_BYTES)
     assert "NUMA node" in found["where"]
-    assert (found["refusal"], found["remedy"]) == (
-        ("no room", "make some") if refusal else ("", "")
-    )
+    said = ("no room", "make some") if refusal else ("", "")
+    assert (found["refusal"], found["remedy"]) == said
 
 
 @pytest.mark.gpu

@@ -13,15 +13,17 @@ from s3kv.device.selection import memory_near, pci_address
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice
 
 
-def test_a_gpu_is_named_as_linux_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x5E, pci_device_id=1)
+@pytest.mark.parametrize(
+    ("told", "address"),
+    [({"pci_domain_id": 0, "pci_bus_id": 0x5E, "pci_device_id": 1}, "0000:5e:01.0"), ({}, None)],
+    ids=["told", "a build of torch that does not tell"],
+)
+def test_a_gpu_is_named_as_linux_names_it(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, int], address: str | None
+) -> None:
+    found = SimpleNamespace(**told)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert pci_address(torch.device("cuda", 0)) == "0000:5e:01.0"
-
-
-def test_a_build_of_torch_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    assert pci_address(torch.device("cuda", 0)) is None
+    assert pci_address(torch.device("cuda", 0)) == address
 
 
 def test_memory_is_wanted_near_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,5 +37,4 @@ def test_memory_is_wanted_near_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.gpu
 def test_linux_knows_this_gpu_by_that_name() -> None:
     address = pci_address(torch.device("cuda", 0))
-    assert address is not None
     assert Path("/sys/bus/pci/devices", address, "numa_node").exists()

@@ -6,7 +6,6 @@ import mmap
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import CopyPart
@@ -16,13 +15,12 @@ HEADER_BYTES = 4096
 SLOT_BYTES = 2**16
 
 
-def layout() -> object:
-    return build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(0)).layout()
+LAYOUTS = {0: build(Shape("LBNHC")).layout()}
 
 
 def chunk_places(slots: int = 3, slot_bytes: int = SLOT_BYTES) -> ChunkPlaces:
     slab = memoryview(mmap.mmap(-1, slots * SLOT_BYTES))
-    return ChunkPlaces({0: layout()}, slab, slot_bytes, {0: HEADER_BYTES})
+    return ChunkPlaces(dict(LAYOUTS), slab, slot_bytes, {0: HEADER_BYTES})
 
 
 def test_a_payload_begins_behind_the_header_of_its_slot() -> None:
@@ -64,7 +62,7 @@ def test_an_object_may_take_several_slots_and_must_end_in_the_slab() -> None:
 def test_slabs_too_small_or_no_whole_number_of_slots_are_refused() -> None:
     slab = memoryview(bytearray(HEADER_BYTES))
     with pytest.raises(ValueError, match="does not hold a chunk of group 0"):
-        ChunkPlaces({0: layout()}, slab, HEADER_BYTES, {0: HEADER_BYTES})
+        ChunkPlaces(dict(LAYOUTS), slab, HEADER_BYTES, {0: HEADER_BYTES})
     with pytest.raises(ValueError, match="slots of 50000"):
         chunk_places(slot_bytes=50_000)
     with pytest.raises(ValueError, match="no KV-cache group"):
@@ -73,7 +71,7 @@ def test_slabs_too_small_or_no_whole_number_of_slots_are_refused() -> None:
 
 def test_close_lets_go_of_the_slab() -> None:
     slab = mmap.mmap(-1, SLOT_BYTES)
-    places = ChunkPlaces({0: layout()}, memoryview(slab), SLOT_BYTES, {0: HEADER_BYTES})
+    places = ChunkPlaces(dict(LAYOUTS), memoryview(slab), SLOT_BYTES, {0: HEADER_BYTES})
     places.close()
     places.close()
     slab.close()

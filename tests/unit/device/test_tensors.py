@@ -23,8 +23,22 @@ def test_a_dtype_has_the_name_of_its_width(dtype: torch.dtype) -> None:
 def test_a_dtype_the_format_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="complex64: allowed is one of"):
         dtype_name(torch.complex64)
-    with pytest.raises(ValueError, match=r"tensor 'k' is torch\.complex64: allowed is"):
-        BlockTensors({"k": ((1,), torch.complex64)})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "error", "said"),
+    [
+        ("k", (1,), torch.complex64, ValueError, r"tensor 'k' is torch\.complex64: allowed is"),
+        *(("k", (3, n), torch.half, ValueError, r"'k' of.* \(3, .*holds nothing") for n in (0, -1)),
+        *(("k", n, torch.half, TypeError, "integer|iterable") for n in ((4.0,), 4, "4", (None,))),
+        (1, (4,), torch.half, TypeError, "name 1 of a tensor is not text"),
+    ],
+)
+def test_what_describes_no_tensor_is_refused(
+    name: Any, shape: Any, dtype: torch.dtype, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        BlockTensors({name: (shape, dtype)})
 
 
 def test_a_block_is_its_tensors_one_behind_the_other() -> None:
@@ -59,29 +73,11 @@ def test_other_tensors_are_refused(given: dict[str, torch.Tensor], said: str) ->
         BlockTensors(SHAPES).check(given)
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (3, -1)])
-def test_what_holds_nothing_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"'k' of shape \(3, .*holds nothing"):
-        BlockTensors({"k": (shape, torch.float32)})
-
-
 def test_sizes_of_any_kind_become_plain_numbers() -> None:
     """Messages to the I/O process carry nothing else, and tuples are compared with them."""
     given: Any = [True, numpy.int64(4)]
     (spec,) = BlockTensors({"k": (given, torch.float32)}).specs
     assert repr(spec.shape) == "(1, 4)"
-
-
-@pytest.mark.parametrize("shape", [(4.0,), 4, "4", (None,)])
-def test_sizes_that_are_no_numbers_are_refused(shape: Any) -> None:
-    with pytest.raises(TypeError, match=r"integer|iterable"):
-        BlockTensors({"k": (shape, torch.float32)})
-
-
-def test_a_name_that_is_no_text_is_refused() -> None:
-    numbered: Any = {1: ((4,), torch.float32)}
-    with pytest.raises(TypeError, match="name 1 of a tensor is not text"):
-        BlockTensors(numbered)
 
 
 def test_a_tensor_on_meta_is_refused() -> None:

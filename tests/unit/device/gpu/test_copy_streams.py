@@ -15,8 +15,7 @@ LONG_S = 10.0
 
 
 def opened(gpu: Device, shape: Shape) -> BlockCopies:
-    caches = build(shape, gpu.memory, torch.Generator().manual_seed(3))
-    return BlockCopies(gpu.open(places(caches)[0]))
+    return BlockCopies(gpu.open(places(build(shape, gpu.memory))[0]))
 
 
 def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) -> None:
@@ -46,9 +45,8 @@ def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
 
 def test_a_fence_of_a_save_waits_for_no_load() -> None:
     """Loads keep the copy engine into the GPU busy for as long as it takes."""
-    caches = build(Shape("LBNHC", blocks=12), "cpu", torch.Generator().manual_seed(3))
     gpu = SimulatedGpu(5, eagerness=[0.0])
-    copier = GpuCopier(places(caches)[0], gpu)
+    copier = GpuCopier(places(build(Shape("LBNHC", blocks=12)))[0], gpu)
     gpu.synchronize()
     mark = copier.mark()
     loads = [copier.copy_in(CopyPart(0, 1, 0, (2, 3)), mark) for _ in range(4)]

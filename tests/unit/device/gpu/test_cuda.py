@@ -83,7 +83,7 @@ def numbers_of(thing: Any) -> NDArray[Any]:
 
 @pytest.mark.usefixtures("double")
 def test_its_calls_are_those_torch_has() -> None:
-    caches = build(Shape("LHBNC"), "cpu", torch.Generator().manual_seed(3))
+    caches = build(Shape("LHBNC"))
     where, _ = places(caches)
     copies = BlockCopies(GpuCopier(where, CudaGpu(where.device)))
     before = caches.content([3, 0])
@@ -111,8 +111,7 @@ def test_loads_are_more_urgent_than_saves_and_than_the_engine() -> None:
 
 @pytest.mark.gpu
 def test_the_slab_is_pinned_until_the_end() -> None:
-    caches = build(Shape("LBNHC"), "cuda", torch.Generator().manual_seed(3))
-    where, _ = places(caches)
+    where, _ = places(build(Shape("LBNHC"), "cuda"))
     slab = memoryview(where.slab)
     copies = BlockCopies(open_copier(where))
     assert copies.copier.pinned
@@ -137,8 +136,7 @@ def test_kernels_read_numbers_where_the_host_writes_them() -> None:
 
 @pytest.mark.gpu
 def test_the_time_of_a_copy_is_measured() -> None:
-    caches = build(Shape("LBNHC"), "cuda", torch.Generator().manual_seed(3))
-    where, _ = places(caches)
+    where, _ = places(build(Shape("LBNHC"), "cuda"))
     copier = GpuCopier(where, CudaGpu(where.device))
     tickets = [
         copier.copy_out(CopyPart(0, 0, 0, (0, 1)), copier.mark()),

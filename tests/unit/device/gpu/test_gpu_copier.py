@@ -25,7 +25,7 @@ def test_without_memory_for_staging_the_error_says_how_much_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, memory: str
 ) -> None:
     monkeypatch.setattr(SimulatedGpu, memory, full)
-    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
+    caches = build(Shape("LBNHC"))
     where, _ = places(caches)
     gpu = SimulatedGpu(11)
     with pytest.raises(UnsupportedError) as refused:
