@@ -44,7 +44,7 @@ from s3kv.upkeep.listing import listed
 _EPILOG = """\b
 EXIT CODES
     0  proven
-    1  wrong: an answer changed, or an arm did not serve from its source
+    1  not proven: an answer changed, or an arm did not serve from its source
     2  it could not be run: vLLM, the model, the bucket or an option is missing or refused
   130  interrupted (Ctrl-C)
   141  the reader of the output has closed it (| head)

@@ -18,7 +18,7 @@ An arm is judged against the arm that computed or found the same tokens in the s
     as before, where another length of the prompt was served: by its own margin      wrong
     the planted code found in one arm alone, explained by such a near tie            ok, noted
     the planted code found in one arm alone, otherwise                               wrong
-    an answer that is missing, or did not end by its length                          wrong
+    an answer that is missing, or did not end by its length                          failed
 
 A *near tie*: each arm prefers its own token by at most `NEAR_TIE` there. The *move* of a prompt is
 the mean absolute difference of the logprobs of the candidates that both arms report, over the
@@ -107,11 +107,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One finding on an arm. Wrong, or worth a note."""
+    """One finding on an arm. failed: the arm proves nothing. wrong: it has changed an answer."""
 
     arm: str
-    wrong: bool
+    failed: bool
     text: str
+    wrong: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Judgement:
 
     @property
     def proven(self) -> bool:
-        return not any(finding.wrong for finding in self.findings)
+        return not any(finding.failed for finding in self.findings)
 
 
 def compare(answer: ArmAnswer, reference: ArmAnswer) -> Comparison:
@@ -166,8 +167,7 @@ def judge(arms: Mapping[str, ArmFacts], longest_wait_s: float, *, empty: bool = 
         findings += [Remark(name, True, text) for text in _failures(name, facts, empty=empty)]
         if name in compared and not facts.error:
             limit = MOST_NOISE if name == "engine" else margin
-            reference = arms[REFERENCES[name]]
-            findings += _differences(name, facts, reference, compared[name], limit)
+            findings += _differences(name, facts, arms[REFERENCES[name]], compared[name], limit)
     if "away" in arms:
         findings += _lateness(arms["away"], arms["off"], longest_wait_s)
     if not any(answer.found for answer in arms["off"].answers):
@@ -217,14 +217,15 @@ def _differences(
         if answer.found != other.found:
             found = ("found", "missed") if answer.found else ("missed", "found")
             text = f"{said}the planted code was {found[0]}, and {found[1]} in {against}"
-            yield Remark(name, not tie, text)
+            yield Remark(name, not tie, text, not tie)
         alike = answer.cached_tokens == other.cached_tokens
         most = limit if alike else max(limit, OTHER_SHAPE_MOVE)
         if one.move > most:
-            yield Remark(name, True, f"{said}logprobs moved by {one.move:.3f}, margin {most:.3f}")
+            text = f"{said}logprobs moved by {one.move:.3f}, margin {most:.3f}"
+            yield Remark(name, True, text, True)
         if one.diverged is not None and one.gap > NEAR_TIE:
             text = f"{said}token {one.diverged + 1} is another than in {against}, and no near tie "
-            yield Remark(name, True, f"{text}(preferred by {one.gap:.2f}, margin {NEAR_TIE})")
+            yield Remark(name, True, f"{text}(preferred by {one.gap:.2f}, margin {NEAR_TIE})", True)
         ties += tie
     if ties:
         yield Remark(name, False, f"other tokens than in {against} from a near tie on: {ties}")

@@ -62,7 +62,7 @@ def html(report: Mapping[str, Any]) -> str:
     hits = [(name, [row[source] for source in sources]) for name, row in arms.items()]
     moves = [(name, [row["move"]]) for name, row in arms.items() if row["move"] is not None]
     findings = "".join(
-        f'<li class="{"wrong" if one["wrong"] else ""}">{escape(one["arm"])}: '
+        f'<li class="{"wrong" if one["failed"] else ""}">{escape(one["arm"])}: '
         f"<span style='white-space:pre-wrap'>{escape(one['text'])}</span></li>"
         for one in report["findings"]
     )

@@ -60,17 +60,17 @@ def margins_text(report: Mapping[str, Any]) -> str:
 
 
 def _verdict(arms: Mapping[str, judge.ArmFacts], judgement: judge.Judgement) -> str:
-    answers = len(arms["off"].answers)
-    wrong = {finding.arm: None for finding in judgement.findings if finding.wrong}
-    if wrong:
-        return f"WRONG: {', '.join(wrong)}"
+    failed = {finding.arm: None for finding in judgement.findings if finding.failed}
+    if failed:
+        is_wrong = any(finding.wrong for finding in judgement.findings)
+        return f"{'WRONG' if is_wrong else 'NOT PROVEN'}: {', '.join(failed)}"
     served = [name for name in arms if name in judge.LOADING]
     gain = ""
     if "restart" in arms:
         off, restart = (_percentile(arms[name], 50) for name in ("off", "restart"))
         gain = f"; the first token after a restart came {off / restart:.1f} times as fast (p50)"
     served_text = f" as {', '.join(served)} served them" if served else ""
-    return f"PROVEN: {answers} answers are the same{served_text}{gain}"
+    return f"PROVEN: {len(arms['off'].answers)} answers are the same{served_text}{gain}"
 
 
 def _row(facts: judge.ArmFacts, comparisons: Sequence[judge.Comparison]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_a_wrong_arm_is_exit_code_1(run: Run, boto: Any, arms: dict[str, Any]) -
     arms["restart"] = {}
     done = run("prove", "m", "--arms", "restart")
     assert done.exit_code == 1, done.output
-    assert done.stdout.startswith("WRONG: restart")
+    assert done.stdout.startswith("NOT PROVEN: restart")
     assert "nothing was served: every prompt was computed" in done.stdout
     assert left(boto) == set()
 

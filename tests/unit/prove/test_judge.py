@@ -48,7 +48,7 @@ def judged(**arms: ArmFacts) -> Judgement:
 
 
 def wrong(judgement: Judgement) -> list[tuple[str, str]]:
-    return [(one.arm, one.text) for one in judgement.findings if one.wrong]
+    return [(one.arm, one.text) for one in judgement.findings if one.failed]
 
 
 def test_honest_arms_are_proven_without_a_word() -> None:

@@ -19,7 +19,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 def test_what_is_wrong_is_first() -> None:
     page = html(report_of(ArmFacts(error="the <engine> has ended")))
-    assert page.index("WRONG: restart") < page.index("the &lt;engine&gt; has ended")
+    assert page.index("NOT PROVEN: restart") < page.index("the &lt;engine&gt; has ended")
     assert 'class="no"' in page
 
 

@@ -48,5 +48,11 @@ def test_a_proof_names_its_gain() -> None:
 
 def test_an_arm_that_failed_has_a_row_and_the_blame() -> None:
     report = report_of(ArmFacts(error="the engine has ended"))
-    assert report["verdict"] == "WRONG: restart"
+    assert report["verdict"] == "NOT PROVEN: restart"
     assert report["arms"]["restart"]["ttft_p50_ms"] == 0.0
+
+
+def test_an_answer_that_changed_is_wrong() -> None:
+    other = ArmAnswer((2,), ({2: -0.1},), True, 0.5)
+    report = report_of(ArmFacts([other] * 20, 1_000, 100, 800, 4_096))
+    assert report["verdict"] == "WRONG: restart"
