@@ -24,11 +24,12 @@ def patient() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_log() -> Iterator[None]:
-    """A tier does not hand the log of s3kv to vLLM's: other tests of the process read it."""
-    from s3kv.connectors import offload_tier
+    """No connector hands the log of s3kv to vLLM's: other tests of the process read it."""
+    from s3kv.connectors import ec, kv, offload_tier
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_tier, "join_vllm_log", lambda: None)
+        for module in (ec, kv, offload_tier):
+            patch.setattr(module, "join_vllm_log", lambda: None)
         yield
 
 

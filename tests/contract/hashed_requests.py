@@ -12,6 +12,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from s3kv.connectors.request_hashes import RequestHashes
+
 BLOCK_TOKENS = 16
 TOKENS = 10 * BLOCK_TOKENS
 _WITHOUT = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
@@ -34,6 +36,11 @@ def hashed(arriving: EngineCoreRequest) -> Request:
         kv_cache_utils.init_none_hash(sha256)
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, sha256)
     return Request.from_engine_core_request(arriving, hasher)
+
+
+def hashing(*, trusted: bool = False) -> RequestHashes:
+    """The hashes of the requests of an engine. trusted: by the names of media."""
+    return RequestHashes(trust_media_names=trusted, block_tokens=BLOCK_TOKENS)
 
 
 def given(hashes: list[bytes], *features: Any, **more: Any) -> Any:

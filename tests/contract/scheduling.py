@@ -268,9 +268,7 @@ class Engine:
         ]
         for rank, output in zip(self.ranks, outputs, strict=True):
             output.kv_connector_output = self._reported(rank)
-        merged = self._aggregator.aggregate(outputs)
-        assert merged is not None
-        return merged
+        return self._aggregator.aggregate(outputs)
 
     def _take_in(self, output: SchedulerOutput, sampling: set[str]) -> None:
         names = list(output.num_scheduled_tokens)

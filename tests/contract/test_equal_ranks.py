@@ -22,6 +22,12 @@ from tests.contract.configurations import (
 )
 
 
+def model_of(heads: int | None, layers: int | None, *, use_mla: bool = False) -> Any:
+    counts = {"get_total_num_kv_heads": heads, "get_total_num_hidden_layers": layers}
+    told = {name: lambda count=count: count for name, count in counts.items()}
+    return SimpleNamespace(use_mla=use_mla, **told)
+
+
 def test_a_rank_s_shard_says_its_heads_and_layers(tiny_config: Any) -> None:
     model = tiny_config.model_config
     heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
@@ -35,7 +41,7 @@ def test_a_rank_s_shard_says_its_heads_and_layers(tiny_config: Any) -> None:
 
 
 def test_with_mla_every_rank_holds_one_head_in_an_object_of_its_own_or_in_one_for_all() -> None:
-    model: Any = SimpleNamespace(use_mla=True, get_total_num_hidden_layers=lambda: 61)
+    model = model_of(None, 61, use_mla=True)
     assert shard_names(model, 2, 1) == ["h0-0of1-l0-60of61-r0of2", "h0-0of1-l0-60of61-r1of2"]
     assert shard_names(model, 2, 1, 2) == ["h0-0of1-l0-60of61"] * 2
     with_stages = shard_names(model, 2, 2, 2)
@@ -57,28 +63,19 @@ def test_ranks_are_equal_if_all_layers_are(layers: dict[str, Any], equal: int) -
     config = groups(spec)
     replicas = grouping_module().kv_cache_groups_tp_replicas
     config.kv_tp_replicas = replicas(config.kv_cache_groups, 4)
-    model = SimpleNamespace(use_mla=True)
-    vllm_config: Any = SimpleNamespace(model_config=model)
+    vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
     assert equal_ranks(vllm_config, config, 4) == equal
 
 
 @pytest.mark.parametrize("missing", [0, None])
 def test_a_model_that_leaves_a_count_out_has_a_name_for_every_rank(missing: int | None) -> None:
-    model: Any = SimpleNamespace(
-        use_mla=False,
-        get_total_num_kv_heads=lambda: missing,
-        get_total_num_hidden_layers=lambda: missing,
-    )
-    assert len(set(shard_names(model, 2, 2))) == 4
+    assert len(set(shard_names(model_of(missing, missing), 2, 2))) == 4
 
 
 def test_a_stage_without_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "0,32")
-    model: Any = SimpleNamespace(
-        use_mla=False, get_total_num_kv_heads=lambda: 8, get_total_num_hidden_layers=lambda: 32
-    )
     with pytest.raises(UnsupportedError, match="one has none"):
-        shard_names(model, 1, 2)
+        shard_names(model_of(8, 32), 1, 2)
 
 
 ONE_HEAD = replace(FULL, num_kv_heads=1)
@@ -87,13 +84,9 @@ UNIFORM = {"num_key_value_heads": 2, "num_hidden_layers": 4, "rope_scaling": {"f
 
 def engine(config: dict[str, Any], **changes: Any) -> Any:
     """vLLM's configuration of a model with two KV heads and four layers."""
-    model = SimpleNamespace(
-        use_mla=False,
-        get_total_num_kv_heads=lambda: 2,
-        get_total_num_hidden_layers=lambda: 4,
-        using_transformers_backend=lambda: changes.get("transformers", False),
-        hf_text_config=SimpleNamespace(to_dict=lambda: config),
-    )
+    model = model_of(2, 4)
+    model.using_transformers_backend = lambda: changes.get("transformers", False)
+    model.hf_text_config = SimpleNamespace(to_dict=lambda: config)
     return SimpleNamespace(model_config=model, speculative_config=changes.get("draft"))
 
 

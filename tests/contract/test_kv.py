@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lab import models
-from s3kv.connectors import S3KVConnector, kv
+from s3kv.connectors import S3KVConnector
 from s3kv.connectors.adapter_loads import AdapterStep
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake
@@ -78,14 +78,9 @@ EXPERTS = {
     ids=["one rank", "ranks of a dense model", "ranks that exchange tokens"],
 )
 def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    ranks: int,
-    experts: dict[str, Any],
-    pauses: bool,
+    tmp_path: Path, ranks: int, experts: dict[str, Any], pauses: bool
 ) -> None:
     """vLLM's engines of a model with experts compute each step together (`execute_dummy_batch`)."""
-    monkeypatch.setattr(kv, "join_vllm_log", lambda: None)  # other tests read the log
     path = models.build(tmp_path, models.TINY)
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | experts))

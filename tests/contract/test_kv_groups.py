@@ -161,7 +161,6 @@ def test_an_indexer_is_cached_with_its_latent_attention(tiny_config: Any) -> Non
         for name, of in (("attn", (576, torch.bfloat16)), ("indexer", (132, torch.uint8)))
     }
     together = UniformTypeKVCacheSpecs.from_specs(layers)
-    assert together is not None
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), together)])
     check_groups_are_served(tiny_config, cache)
     assert coverages(cache, 128)[0].kind == FullAttention()

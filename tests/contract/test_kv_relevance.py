@@ -23,10 +23,9 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import StructuredOutputsParams
 
 from s3kv.connectors import identity
-from s3kv.connectors.request_hashes import RequestHashes
 from tests.contract import test_identity
 from tests.contract.fingerprints import Engine, an_engine, drafts, leaves, sees
-from tests.contract.hashed_requests import BLOCK_TOKENS, TOKENS, arriving, hashed, rows
+from tests.contract.hashed_requests import BLOCK_TOKENS, TOKENS, arriving, hashed, hashing, rows
 from tests.contract.kv_relevance import (
     BLOCK_HASH,
     DERIVED,
@@ -45,21 +44,11 @@ CONFIG = [row for row in table("config") if row.in_version(VERSION)]
 ENVIRONMENT = [row for row in table("environment") if row.in_version(VERSION)]
 REQUESTS = [row for row in table("requests") if row.in_version(VERSION)]
 FILES = table("files")
-HOLDERS = {
-    "VllmConfig": "",
-    "ModelConfig": "model_config",
-    "CacheConfig": "cache_config",
-    "ParallelConfig": "parallel_config",
-    "SchedulerConfig": "scheduler_config",
-    "AttentionConfig": "attention_config",
-    "KernelConfig": "kernel_config",
-    "CompilationConfig": "compilation_config",
-    "DeviceConfig": "device_config",
-    "LoadConfig": "load_config",
-    "LoRAConfig": "lora_config",
-    "SpeculativeConfig": "speculative_config",
-    "DiffusionConfig": "diffusion_config",
-}
+HELD = (
+    "Model Cache Parallel Scheduler Attention Kernel Compilation Device Load LoRA Speculative "
+    "Diffusion"
+)
+"""The configurations that are in vLLM's whole one, each under its own name."""
 NOT_AS_IT_STANDS = {"model.runner", "model.convert", "model.max_model_len"}
 """Places that bear a field's name: vLLM resolves the first two, the last matters to some models."""
 OTHER_VALUES: dict[str, Any] = {
@@ -97,12 +86,10 @@ def engine(
 
 
 def holder_of(engine: Engine, row: Row) -> Any:
-    if row.group == "MultiModalConfig":
-        return engine.model.multimodal_config
-    attribute = HOLDERS.get(row.group)
-    if attribute is None:
-        return None
-    return getattr(engine.vllm, attribute) if attribute else engine.vllm
+    others = {"VllmConfig": engine.vllm, "MultiModalConfig": engine.model.multimodal_config}
+    name = row.group.removesuffix("Config")
+    held = row.group.endswith("Config") and name in HELD.split()
+    return getattr(engine.vllm, f"{name.lower()}_config") if held else others.get(row.group)
 
 
 def stands_under_its_own_name(row: Row) -> bool:
@@ -237,8 +224,7 @@ def hashes_with(row: Row | None) -> list[bytes]:
         whole |= {"sampling_params": None, "pooling_params": parts[group]}
     if row is not None and group == "EngineCoreRequest":
         whole[row.name] = other_value(row)
-    of = RequestHashes(trust_media_names=False, block_tokens=BLOCK_TOKENS)
-    return list(of.of(hashed(arriving(**whole)), b"digest of the adapter"))
+    return list(hashing().of(hashed(arriving(**whole)), b"digest of the adapter"))
 
 
 def other_value(row: Row) -> Any:

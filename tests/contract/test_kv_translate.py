@@ -63,11 +63,16 @@ def test_experts_that_may_leave_out_a_rank_are_refused(
     for name, value in {"data_parallel_size": ranks, **settings}.items():
         monkeypatch.setattr(tiny_config.parallel_config, name, value)
     monkeypatch.setattr(type(tiny_config.model_config), "is_moe", experts)
+    check_both(tiny_config, groups(FULL), "" if served else "rank")
+
+
+def check_both(vllm_config: Any, cache: Any, reason: str) -> None:
+    """The connector and the tier refuse an engine for this reason, if there is one."""
     for check in (
-        lambda: check_supported(tiny_config, groups(FULL)),
-        lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config, None),
+        lambda: check_supported(vllm_config, cache),
+        lambda: check_requests_are_known(Config(bucket="bucket"), vllm_config, cache),
     ):
-        with contextlib.nullcontext() if served else pytest.raises(UnsupportedError, match="rank"):
+        with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
             check()
 
 
@@ -88,15 +93,9 @@ def test_models_that_need_whole_prompts_are_refused(
     spec: Any, pooling: Any, reason: str, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM turns its own prefix cache off for them, and asks its connectors all the same."""
-    cache, pooler = groups(spec), pooling and PoolerConfig(seq_pooling_type=pooling)
+    pooler = pooling and PoolerConfig(seq_pooling_type=pooling)
     monkeypatch.setattr(tiny_config.model_config, "pooler_config", pooler)
-    for check in (
-        lambda: check_supported(tiny_config, cache),
-        lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config, cache),
-    ):
-        refused = pytest.raises(UnsupportedError, match=f"{reason}.*Run it without s3kv$")
-        with refused if reason else contextlib.nullcontext():
-            check()
+    check_both(tiny_config, groups(spec), reason and f"{reason}.*Run it without s3kv$")
 
 
 @pytest.mark.parametrize(("block", "chunk"), [(32, 256), (96, 288), (384, 384), (1024, 1024)])
@@ -132,6 +131,19 @@ WINDOWS = KVGeometry(
 )
 
 
+def step(block_ids: tuple[list[int], ...], tokens: int, **states: Any) -> Any:
+    """A step of a new request, with what vLLM says of blocks in it."""
+    cached = dict.fromkeys(("req_ids", "new_block_ids", "num_computed_tokens"), ())
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id="new", block_ids=block_ids, num_computed_tokens=0)
+        ],
+        scheduled_cached_reqs=SimpleNamespace(**cached, resumed_req_ids=set()),
+        num_scheduled_tokens={"new": tokens},
+        kv_connector_block_state=SimpleNamespace(**states),
+    )
+
+
 def test_the_tables_of_a_step_are_asked_for_only_with_several_groups() -> None:
     """A new request, and one that goes on without a new block in any group."""
     asked: list[str] = []
@@ -140,21 +152,15 @@ def test_the_tables_of_a_step_are_asked_for_only_with_several_groups() -> None:
         asked.append(request_id)
         return [0, 7], [5, 6]
 
-    output: Any = SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id="new", block_ids=([8], [9]), num_computed_tokens=0)
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=["old"], new_block_ids=[None], num_computed_tokens=[31], resumed_req_ids=set()
-        ),
-        num_scheduled_tokens={"new": 16, "old": 1},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=tables),
+    output = step(([8], [9]), 16, get_block_ids=tables)
+    output.scheduled_cached_reqs = SimpleNamespace(
+        req_ids=["old"], new_block_ids=[None], num_computed_tokens=[31], resumed_req_ids=set()
     )
+    output.num_scheduled_tokens["old"] = 1
     new, old = scheduled_requests(output, WINDOWS)
     assert (new.block_ids, new.replaces, new.scheduled_tokens) == (([8], [9]), True, 16)
     assert (old.block_ids, old.replaces, old.computed_tokens) == ((), False, 31)
     assert asked == []
-    assert old.tables is not None
     assert old.tables() == ([0, 7], [5, 6])
     assert asked == ["old"]
     assert [r.tables for r in scheduled_requests(output, SIZES)] == [None, None]
@@ -179,20 +185,9 @@ def test_the_states_that_a_step_writes_before_its_end_are_known(
     told: list[tuple[int, int, int]], known: list[int]
 ) -> None:
     tables = {"new": ([1, 2, 3], [0, 12, 13], [0, 22, 23])}
-    output: Any = SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id="new", block_ids=tables["new"], num_computed_tokens=0)
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-        ),
-        num_scheduled_tokens={"new": 40},
-        kv_connector_block_state=SimpleNamespace(
-            get_block_ids=tables.get,
-            boundary_state_offloads={"new": told, "not in this step": told},
-        ),
-    )
-    (new,) = scheduled_requests(output, STATES)
+    offloads = {"new": told, "not in this step": told}
+    states = {"get_block_ids": tables.get, "boundary_state_offloads": offloads}
+    (new,) = scheduled_requests(step(tables["new"], 40, **states), STATES)
     assert list(new.states) == known
 
 

@@ -182,7 +182,6 @@ def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
         outputs = [ModelRunnerOutput([], {}), ModelRunnerOutput([], {})]
         outputs[rank].kv_connector_output = told
         folded = ranks.aggregate(outputs, 0)
-        assert folded.kv_connector_output is not None
         scheduler.on_output(folded.kv_connector_output)
     assert scheduler.planner.counters["loads_failed"] == 1
     assert scheduler.lookup(subject, 0) == (0, False), "the answer is a miss by now"

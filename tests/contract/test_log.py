@@ -222,7 +222,6 @@ def test_there_is_a_line_a_minute_of_new_traffic(
     counters = {computed: 256, "saves_dropped": 7}
     assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
     line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
-    assert line is not None
     assert "Hit rate: 0.0% (bucket: 0 " in line, "the first line is not repeated"
     assert line.endswith(f"Bucket: down (circuit open), {dropped}")
     assert traffic.line(counters, UP, 9 * INTERVAL_S, finished=True) is None, "nothing happened"
@@ -233,7 +232,6 @@ def test_a_request_that_is_aborted_while_it_waits_has_waited() -> None:
     traffic.looked_up("r", 100, 1.0, waits=True)
     traffic.finished("r", 4.0)
     line = traffic.line({}, UP, 4.0, finished=True)
-    assert line is not None
     assert "Waits: 1 (mean: 3.00 s, cut short: 0)" in line
     assert "computed: 0 tokens" in line
     traffic.scheduled("r", 0)

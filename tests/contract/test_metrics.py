@@ -3,6 +3,7 @@ aggregation and serialisation, into the registry that `/metrics` shows."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,7 @@ class Exported:
         self.registry = CollectorRegistry()
 
     def types(self) -> Any:
-        return {kind: self._maker(kind) for kind in (Counter, Gauge, Histogram)}
-
-    def _maker(self, kind: Any) -> Any:
-        return lambda **arguments: kind(registry=self.registry, **arguments)
+        return {k: partial(k, registry=self.registry) for k in (Counter, Gauge, Histogram)}
 
     def __call__(self, name: str, **labels: str) -> float | None:
         everywhere = {"engine": "0"}
@@ -71,7 +69,6 @@ def engine_step(ranks: list[Any], of_scheduler: Any) -> Any:
         for stats in ranks
     ]
     folded = KVOutputAggregator(len(ranks)).aggregate(outputs, 0)
-    assert folded.kv_connector_output is not None
     of_ranks = folded.kv_connector_output.kv_connector_stats
     return of_scheduler if of_ranks is None else of_ranks.aggregate(of_scheduler)
 

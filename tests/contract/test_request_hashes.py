@@ -3,7 +3,6 @@ images see test_media.py."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,26 +11,27 @@ from vllm import PoolingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
-from s3kv.connectors.request_hashes import DerivedHashes, RequestHashes
-from tests.contract.hashed_requests import TOKENS, arriving, given, hashed, rows
+from s3kv.connectors.request_hashes import DerivedHashes
+from tests.contract.hashed_requests import TOKENS, arriving, given, hashed, hashing, rows
 from tests.contract.pictures import picture
 
 HASHES = [bytes([n]) * 32 for n in range(10)]
-
-
-def answers() -> RequestHashes:
-    return RequestHashes(trust_media_names=False, block_tokens=16)
 
 
 def request(*features: Any, adapter: Any = None) -> Any:
     return given(HASHES, *features, lora_request=adapter)
 
 
+def hashes_of(**fields: Any) -> list[bytes]:
+    """Of a request as the engine core makes it."""
+    return list(hashing().of(hashed(arriving(**fields)), None))
+
+
 ADAPTER = LoRARequest("a", 1, "/nowhere")
 
 
 def test_a_plain_request_keeps_its_hashes() -> None:
-    assert answers().of(request(), None) is HASHES
+    assert hashing().of(request(), None) is HASHES
 
 
 def test_an_adapter_and_an_image_both_count() -> None:
@@ -39,7 +39,7 @@ def test_an_adapter_and_an_image_both_count() -> None:
 
     def hashes(key: bytes | None, *features: Any) -> list[bytes]:
         adapter = None if key is None else ADAPTER
-        return list(answers().of(request(*features, adapter=adapter), key))
+        return list(hashing().of(request(*features, adapter=adapter), key))
 
     pictured, adapted, both = hashes(None, image), hashes(b"1"), hashes(b"1", image)
     assert adapted == hashes(b"1")
@@ -47,7 +47,7 @@ def test_an_adapter_and_an_image_both_count() -> None:
     assert both[:2] == adapted[:2], "the image has not begun"
     assert not set(both[2:]) & {*pictured, *adapted, *HASHES}
     assert not set(both) & set(hashes(b"2", image))
-    assert list(answers().of(request(adapter=ADAPTER), None)) == [], "an unknown adapter"
+    assert list(hashing().of(request(adapter=ADAPTER), None)) == [], "an unknown adapter"
 
 
 def test_derived_hashes_follow_the_list_they_are_made_of() -> None:
@@ -60,14 +60,11 @@ def test_derived_hashes_follow_the_list_they_are_made_of() -> None:
     assert list(derived) == list(DerivedHashes(HASHES, b"key"))
 
 
-def mixed(*, embedded: range, ids: list[int] | None = None, **more: Any) -> list[bytes]:
+def mixed(*, embedded: range, token: int = 0) -> list[bytes]:
     """Hashes of a prompt whose positions in `embedded` are embeddings."""
-    fields = {
-        "prompt_token_ids": [0] * TOKENS if ids is None else ids,
-        "prompt_embeds": rows(),
-        "prompt_is_token_ids": [position not in embedded for position in range(TOKENS)],
-    }
-    return list(answers().of(hashed(arriving(**fields | more)), None))
+    is_token = [position not in embedded for position in range(TOKENS)]
+    ids = [token] * TOKENS
+    return hashes_of(prompt_token_ids=ids, prompt_embeds=rows(), prompt_is_token_ids=is_token)
 
 
 def test_which_positions_are_embeddings_counts_from_there_on() -> None:
@@ -86,8 +83,7 @@ def test_which_positions_are_embeddings_counts_from_there_on() -> None:
 
 def test_a_prompt_of_embeddings_alone_is_cached_by_their_content() -> None:
     def alone(embeds: Any) -> list[bytes]:
-        request = hashed(arriving(prompt_token_ids=None, prompt_embeds=embeds))
-        return list(answers().of(request, None))
+        return hashes_of(prompt_token_ids=None, prompt_embeds=embeds)
 
     one, longer = alone(rows()), alone(torch.cat([rows(), rows(2)]))
     assert len(one) == 10
@@ -105,16 +101,14 @@ def test_a_prompt_of_embeddings_alone_is_cached_by_their_content() -> None:
 def test_token_ids_behind_embeddings_count() -> None:
     """Some models read them beside the embeddings, and the first-generation runner the positions of
     their placeholders."""
-    ids = [7] * TOKENS
-    assert mixed(embedded=range(TOKENS), ids=ids)[0] != mixed(embedded=range(TOKENS))[0]
+    assert mixed(embedded=range(TOKENS), token=7)[0] != mixed(embedded=range(TOKENS))[0]
 
 
 def test_embeddings_of_uncertain_places_are_not_cached(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM's runners compute different things from ids and embeddings without a mask."""
-    of = answers()
+    of = hashing()
     request = hashed(arriving(prompt_embeds=rows()))
-    with caplog.at_level(logging.WARNING, "s3kv"):
-        assert list(of.of(request, None)) == list(of.of(request, None)) == []
+    assert list(of.of(request, None)) == list(of.of(request, None)) == []
     assert len(caplog.messages) == 1
     assert "only one of prompt_token_ids and prompt_is_token_ids" in caplog.text
 
@@ -124,8 +118,7 @@ def test_types_of_tokens_count() -> None:
 
     def typed(**extra: int) -> list[bytes]:
         params = PoolingParams(task="classify", extra_kwargs=extra or None)
-        request = hashed(arriving(sampling_params=None, pooling_params=params))
-        return list(answers().of(request, None))
+        return hashes_of(sampling_params=None, pooling_params=params)
 
     different = [typed(), *(typed(compressed_token_type_ids=number) for number in (0, 8, 24))]
     assert len({hashes[0] for hashes in different}) == len(different)
@@ -140,7 +133,7 @@ def test_a_vllm_that_hashes_embeddings_in_another_way_is_left_alone(
     plain, embedded = hashed(arriving()), hashed(arriving(prompt_embeds=rows()))
     embedded.prompt_token_ids = None
     monkeypatch.setattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", changed)
-    of = answers()
+    of = hashing()
     assert list(of.of(plain, None)) == plain.block_hashes
     assert list(of.of(embedded, None)) == []
     assert kv_cache_utils._gen_prompt_embeds_extra_hash_keys is changed

@@ -24,12 +24,6 @@ from tests.contract.test_kv_groups import STATE
 from tests.versions import since
 
 
-@pytest.fixture(autouse=True)
-def log_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connector has its lines printed by vLLM, for as long as the process lives."""
-    monkeypatch.setattr(kv, "join_vllm_log", lambda: None)
-
-
 @pytest.fixture(scope="module")
 def engine_config(directory: Path) -> Any:
     return configuration(models.build(directory, models.TINY))

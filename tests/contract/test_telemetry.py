@@ -15,25 +15,21 @@ from s3kv.objects.compression import PLAIN_REASONS
 from s3kv.types import Outcome, Tally
 from tests.project import ROOT
 
-FETCH_ENDS = {o.name.lower() for o in Outcome if o is not Outcome.EXISTS}
-UPLOAD_ENDS = {o.name.lower() for o in Outcome if o not in (Outcome.MISSING, Outcome.CORRUPT)}
-REASONS = {name.removeprefix("fetch_corrupt_") for name in KV_METRICS if "_corrupt_" in name}
-JOB_ENDS = (
-    {f"fetch_{end}" for end in FETCH_ENDS}
-    | {f"upload_{end}" for end in UPLOAD_ENDS}
-    | {"save_ok", "save_failed"}
-)
+FETCH_ENDS = {f"fetch_{o.name.lower()}" for o in Outcome if o is not Outcome.EXISTS}
+NO_UPLOADS = (Outcome.MISSING, Outcome.CORRUPT)
+UPLOAD_ENDS = {f"upload_{o.name.lower()}" for o in Outcome if o not in NO_UPLOADS}
+CORRUPT = {name for name in KV_METRICS if name.startswith("fetch_corrupt_")}
 COMPOSED = {
-    "fetch_{outcome.name.lower()}": {f"fetch_{end}" for end in FETCH_ENDS},
-    "upload_{outcome.name.lower()}": {f"upload_{end}" for end in UPLOAD_ENDS},
-    "upload_{end.outcome.name.lower()}": {f"upload_{end}" for end in UPLOAD_ENDS},
-    "{kind}_{end.outcome.name.lower()}": JOB_ENDS,
+    "fetch_{outcome.name.lower()}": FETCH_ENDS,
+    "upload_{outcome.name.lower()}": UPLOAD_ENDS,
+    "upload_{end.outcome.name.lower()}": UPLOAD_ENDS,
+    "{kind}_{end.outcome.name.lower()}": FETCH_ENDS | UPLOAD_ENDS | {"save_ok", "save_failed"},
     "{kind}_bytes": {"fetch_bytes", "save_bytes", "upload_bytes"},
-    "{done.kind.value}_corrupt_{done.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
-    "fetch_corrupt_{done.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
-    "{end.kind.value}_{outcome.name.lower()}": JOB_ENDS - {"save_ok", "save_failed"},
+    "{done.kind.value}_corrupt_{done.reason}": CORRUPT,
+    "fetch_corrupt_{done.reason}": CORRUPT,
+    "{end.kind.value}_{outcome.name.lower()}": FETCH_ENDS | UPLOAD_ENDS,
     "{end.kind.value}_bytes": {"fetch_bytes", "upload_bytes"},
-    "fetch_corrupt_{end.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
+    "fetch_corrupt_{end.reason}": CORRUPT,
     "hit_rows_{tier}": {"hit_rows_bucket", "hit_rows_host"},
     "io_left_plain|{why}": {f"io_left_plain|{why}" for why in PLAIN_REASONS},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,20 +49,14 @@ def test_unknown_settings_and_a_missing_bucket_are_refused() -> None:
 def test_engines_whose_keys_leave_out_inputs(
     changes: dict[str, Any], error: type[Exception] | None, tiny_config: Any
 ) -> None:
-    model = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False, pooler_config=None)
-    engine = SimpleNamespace(
-        model_config=model,
-        lora_config=None,
+    plain = {"multimodal_config": None, "enable_prompt_embeds": False, "pooler_config": None}
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**plain | changes),
+        lora_config=changes.get("lora_config"),
         cache_config=tiny_config.cache_config,
         parallel_config=tiny_config.parallel_config,
     )
-    for name, value in changes.items():
-        setattr(engine if name == "lora_config" else model, name, value)
-    config: Any = engine
-    if error is None:
-        check_requests_are_known(Config(bucket="bucket"), config, None)
-        return
-    with pytest.raises(error, match="S3KVConnector"):
+    with pytest.raises(error, match="S3KVConnector") if error else contextlib.nullcontext():
         check_requests_are_known(Config(bucket="bucket"), config, None)
 
 

@@ -19,6 +19,7 @@ import click
 import msgspec
 import pytest
 import vllm
+import yaml
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -184,6 +185,15 @@ def test_things_we_call(name: str) -> None:
         assert parameters(thing) == (*expected.split(),), moved(
             f"{name} has other parameters", users_of(last)
         )
+
+
+def test_the_variables_of_the_deployment_are_ones_vllm_reads() -> None:
+    """Its arguments are in tests/system/deploy/test_arguments.py."""
+    deployment = yaml.safe_load((ROOT / "deploy/kubernetes/base/deployment.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    ours = {v["name"] for v in container["env"] if v["name"].startswith("VLLM_")}
+    assert ours
+    assert ours <= set(envs.environment_variables)
 
 
 def test_a_request_has_what_we_read() -> None:
