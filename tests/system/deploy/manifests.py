@@ -18,6 +18,8 @@ from s3kv.config import Config
 from tests.project import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+(VLLM_VERSION,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", DOCKERFILE.read_text(), re.M)
 VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 ENGINE_BYTES = 24 * 2**30
 """What deploy/README.md says an engine needs beside s3kv's memory and /dev/shm."""
@@ -67,13 +69,27 @@ class Pod:
         assert engine_s > worker_s
         return self.pre_stop_s + engine_s + 1
 
-    @property
-    def memory_bytes(self) -> int:
-        """What the pod needs: s3kv's memory for each GPU, /dev/shm, and the engine itself."""
-        gpus = int(self.container["resources"]["limits"]["nvidia.com/gpu"])
+    def check_memory(self) -> None:
+        """The limit holds s3kv's memory for each GPU, /dev/shm, and the engine itself."""
+        resources = self.container["resources"]
+        gpus = int(resources["limits"]["nvidia.com/gpu"])
         shm = self.volume("/dev/shm")["emptyDir"]
         assert shm["medium"] == "Memory"
-        return gpus * self.settings.host_bytes + nbytes(shm["sizeLimit"]) + ENGINE_BYTES
+        taken_bytes = gpus * self.settings.host_bytes + nbytes(shm["sizeLimit"]) + ENGINE_BYTES
+        assert nbytes(resources["limits"]["memory"]) >= taken_bytes
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+    def check_image_and_user(self) -> None:
+        """They are the Dockerfile's, and the user can do no more than a user."""
+        assert self.container["image"] == f"s3kv-vllm:{VLLM_VERSION}"
+        user = self.spec["securityContext"]
+        assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in DOCKERFILE.read_text()
+        assert self.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+    def check_tolerations(self) -> None:
+        """It may run on nodes that are for GPUs alone."""
+        gpus = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        assert gpus in self.spec["tolerations"]
 
 
 @dataclass(frozen=True)

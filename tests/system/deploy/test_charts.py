@@ -7,7 +7,6 @@ values have been validated and rendered.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import kubernetes_validate
@@ -16,7 +15,7 @@ import yaml
 
 from s3kv.config import Config
 from tests.project import ROOT
-from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Pod, nbytes
+from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Pod
 
 HELM = ROOT / "deploy" / "helm"
 CHARTS = ("production-stack", "llm-d-modelservice")
@@ -25,9 +24,8 @@ DEFAULT_GRACE_S = 30
 SETTINGS = KUBERNETES / "base" / "kv-transfer-config.json"
 
 
-def values(chart: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((HELM / f"{chart}.yaml").read_text())
-    return found
+def values(chart: str) -> Any:
+    return yaml.safe_load((HELM / f"{chart}.yaml").read_text())
 
 
 def production_stack() -> tuple[Pod, int]:
@@ -83,8 +81,7 @@ def settings() -> Config:
 
 @pytest.fixture(params=[production_stack, llm_d], ids=CHARTS)
 def told(request: pytest.FixtureRequest) -> tuple[Pod, int]:
-    made: tuple[Pod, int] = request.param()
-    return made
+    return request.param()
 
 
 @pytest.fixture
@@ -111,9 +108,7 @@ def test_a_shutdown_leaves_time_for_uploads(pod: Pod) -> None:
 
 
 def test_the_memory_limit_holds_what_is_taken(pod: Pod) -> None:
-    resources = pod.container["resources"]
-    assert nbytes(resources["limits"]["memory"]) >= pod.memory_bytes
-    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    pod.check_memory()
 
 
 def test_a_start_has_time(pod: Pod) -> None:
@@ -123,12 +118,7 @@ def test_a_start_has_time(pod: Pod) -> None:
 
 
 def test_image_user_and_account_are_those_of_the_manifests(pod: Pod) -> None:
-    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    (version,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", dockerfile, re.M)
-    assert pod.container["image"] == f"s3kv-vllm:{version}"
-    user = pod.spec["securityContext"]
-    assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
-    assert pod.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    pod.check_image_and_user()
     account = yaml.safe_load((KUBERNETES / "base" / "serviceaccount.yaml").read_text())
     assert pod.spec["serviceAccountName"] == account["metadata"]["name"]
 
@@ -136,6 +126,4 @@ def test_image_user_and_account_are_those_of_the_manifests(pod: Pod) -> None:
 def test_a_fleet_survives_a_drained_node_of_gpus(told: tuple[Pod, int]) -> None:
     pod, replicas = told
     assert replicas >= 2
-    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod.spec[
-        "tolerations"
-    ]
+    pod.check_tolerations()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.project import ROOT, extras
-
-DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+from tests.project import extras
+from tests.system.deploy.manifests import DOCKERFILE
 
 
 def instructions(text: str) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 import s3kv
 from tests.project import ROOT
+from tests.system.deploy.manifests import DOCKERFILE, VLLM_VERSION
 from tests.system.deploy.stand_in import BASE, COMPUTES, Buildah, build_base
 
 pytestmark = [
@@ -21,10 +21,8 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("image"),
 ]
-DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-(VERSION,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", DOCKERFILE.read_text(), re.M)
-HELD = COMPUTES | {"vllm": VERSION}
-IMAGE = f"s3kv-vllm:{VERSION}"
+HELD = COMPUTES | {"vllm": VLLM_VERSION}
+IMAGE = f"s3kv-vllm:{VLLM_VERSION}"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def build(buildah: Buildah, *arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def container(buildah: Buildah, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Name of a container of the image."""
-    build_base(buildah, tmp_path_factory.mktemp("base"), f"{BASE}:v{VERSION}", HELD)
+    build_base(buildah, tmp_path_factory.mktemp("base"), f"{BASE}:v{VLLM_VERSION}", HELD)
     code, told = build(buildah)
     assert code == 0, told
     done = buildah.run("from", "--pull-never", f"localhost/{IMAGE}")

@@ -16,7 +16,7 @@ import pytest
 from s3kv.config import parse_bytes
 from s3kv.io.wire import START_TIMEOUT_S
 from tests.project import ROOT
-from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Rendered, nbytes, render
+from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Rendered, render
 
 OVERLAYS = ("eks-irsa", "encryption", "local-disk", "multi-host", "tensor-parallel")
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
@@ -51,12 +51,9 @@ def test_the_settings_are_what_the_engine_and_the_command_line_get(rendered: Ren
 
 def test_the_memory_limit_holds_what_is_taken(rendered: Rendered) -> None:
     for pod in rendered.pods:
-        resources = pod.container["resources"]
-        assert int(pod.argument("--tensor-parallel-size")) == int(
-            resources["limits"]["nvidia.com/gpu"]
-        )
-        assert nbytes(resources["limits"]["memory"]) >= pod.memory_bytes
-        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        gpus = pod.container["resources"]["limits"]["nvidia.com/gpu"]
+        assert int(pod.argument("--tensor-parallel-size")) == int(gpus)
+        pod.check_memory()
 
 
 def test_a_shutdown_leaves_time_for_uploads(rendered: Rendered) -> None:
@@ -112,16 +109,12 @@ def test_a_drained_node_costs_one_replica_and_a_fleet_is_spread(rendered: Render
     budget = rendered.one("PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1
     for pod in rendered.pods:
-        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod.spec[
-            "tolerations"
-        ]
+        pod.check_tolerations()
     for deployment in rendered.all("Deployment"):
         assert deployment["spec"]["replicas"] > budget["maxUnavailable"]
         spread = rendered.pods[0].spec["topologySpreadConstraints"]
-        assert [s["topologyKey"] for s in spread] == [
-            "kubernetes.io/hostname",
-            "topology.kubernetes.io/zone",
-        ]
+        places = ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+        assert [s["topologyKey"] for s in spread] == places
         labels = deployment["spec"]["selector"]["matchLabels"]
         assert all(s["labelSelector"]["matchLabels"] == labels for s in spread)
 
@@ -144,7 +137,6 @@ def test_a_group_is_one_engine() -> None:
 def test_the_disk_is_the_nodes_and_the_directory_is_made_by_s3kv() -> None:
     rendered, base = (render(KUBERNETES / folder) for folder in ("overlays/local-disk", "base"))
     settings, (pod,) = rendered.settings, rendered.pods
-    assert settings.disk_path is not None
     mounted, name = os.path.split(settings.disk_path)
     assert name, "a mount has the mode that the kubelet gives it"
     volume = pod.volume(mounted)["hostPath"]
@@ -161,7 +153,6 @@ def test_the_keys_are_in_a_secret_that_the_user_of_the_pod_can_read() -> None:
     rendered, base = (render(KUBERNETES / folder) for folder in ("overlays/encryption", "base"))
     settings, (pod,) = rendered.settings, rendered.pods
     assert settings.encryption == "aes-gcm"
-    assert settings.encryption_keys_file is not None
     mounted, key = os.path.split(settings.encryption_keys_file)
     secret = pod.volume(mounted)["secret"]
     assert secret["defaultMode"] == 0o440, "root's files, for root's group"
@@ -173,16 +164,7 @@ def test_the_keys_are_in_a_secret_that_the_user_of_the_pod_can_read() -> None:
     assert replace(settings, encryption="off", encryption_keys_file=None) == base.settings
 
 
-def test_nothing_runs_as_root(rendered: Rendered) -> None:
-    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+def test_image_and_user_are_the_dockerfiles_and_nothing_runs_as_root(rendered: Rendered) -> None:
     for pod in rendered.pods:
-        user = pod.spec["securityContext"]
-        assert user["runAsNonRoot"] is True
-        assert pod.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
-
-
-def test_the_image_is_pinned_to_the_vllm_of_the_dockerfile(rendered: Rendered) -> None:
-    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    (version,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", dockerfile, re.M)
-    assert {pod.container["image"] for pod in rendered.pods} == {f"s3kv-vllm:{version}"}
+        pod.check_image_and_user()
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
