@@ -2,7 +2,7 @@
 
 What the simulation cannot do, and what is done about it:
 - It does not evaluate conditions in policies, so the bucket policy's denials hold for everybody;
-  `Applied.drop_bucket_policy` takes it away before the bucket is used.
+  tests take it away before the bucket is used.
 - Outside S3 it grants actions only on all resources: policies on keys of KMS are only planned.
 - It has no associations of Pod Identity: those are left out, and only planned.
 - It takes the removal of request metrics for that of the bucket: `destroyable` leaves them out.
@@ -82,21 +82,14 @@ output "all" {{
 }}
 """
 
-WITHOUT_ASSOCIATIONS = """
-resource "aws_eks_pod_identity_association" "this" {
-  for_each = {}
-}
-"""
-WITHOUT_METRICS = """
-resource "aws_s3_bucket_metric" "this" {
-  count = 0
-}
-"""
-WITHOUT_LIFECYCLE = """
-resource "aws_s3_bucket_lifecycle_configuration" "this" {
-  count = 0
-}
-"""
+
+def _without(kind: str, none: str = "count = 0") -> str:
+    return f'resource "{kind}" "this" {{\n  {none}\n}}\n'
+
+
+WITHOUT_ASSOCIATIONS = _without("aws_eks_pod_identity_association", "for_each = {}")
+WITHOUT_METRICS = _without("aws_s3_bucket_metric")
+WITHOUT_LIFECYCLE = _without("aws_s3_bucket_lifecycle_configuration")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +105,9 @@ class Applied:
         """A terraform command on the applied configuration."""
         return self.terraform.run(self.directory, *arguments, "-no-color")
 
-    def aws(self, service: str) -> Any:
-        """A boto3 client of the account's administrator."""
-        return aws(self.server, service)
-
-    def drop_bucket_policy(self) -> None:
-        self.aws("s3").delete_bucket_policy(Bucket=NAME)
+    def aws(self, service: str, keys: dict[str, str] | None = None) -> Any:
+        """A boto3 client of the account's administrator, or of a user with these keys."""
+        return aws(self.server, service, keys)
 
     def user(self, policy_arn: str) -> dict[str, str]:
         """The keys, as environment variables, of a new user who has this policy and no other."""
@@ -150,13 +140,14 @@ class Applied:
         urllib.request.urlopen(request, timeout=10).close()
 
 
-def aws(server: S3Server, service: str) -> Any:
+def aws(server: S3Server, service: str, keys: dict[str, str] | None = None) -> Any:
+    keys = keys or server.env
     return boto3.client(
         service,
         endpoint_url=server.url,
         region_name=REGION,
-        aws_access_key_id=server.env["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=server.env["AWS_SECRET_ACCESS_KEY"],
+        aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
     )
 
 

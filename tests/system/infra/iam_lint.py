@@ -21,6 +21,7 @@ _OPERATOR = re.compile(
     r"|Date(Not)?Equals|Date(Less|Greater)Than(Equals)?|Bool|(Not)?IpAddress|Arn(Not)?(Equals|Like)"
     r"|BinaryEquals)(IfExists)?|Null"
 )
+_PARTS = {"Sid", "Effect", "Principal", "Action", "Resource", "Condition"}
 _GLOBAL_KEYS = {"aws:SecureTransport", "aws:SourceAccount"}
 """Those of AWS's global condition keys that the module uses; the list has them nowhere."""
 
@@ -38,14 +39,7 @@ def lint(policy: dict[str, Any], *, everybody: bool = False) -> list[str]:
 
 
 def _statement(statement: dict[str, Any], everybody: bool) -> Iterator[str]:
-    if unknown := set(statement) - {
-        "Sid",
-        "Effect",
-        "Principal",
-        "Action",
-        "Resource",
-        "Condition",
-    }:
+    if unknown := set(statement) - _PARTS:
         yield f"has {', '.join(sorted(unknown))}"
         return
     allows = statement["Effect"] == "Allow"
@@ -94,16 +88,10 @@ def _resources(actions: list[tuple[str, str]], resources: list[str], allows: boo
 def _arn_patterns(service: str, action: str) -> list[re.Pattern[str]]:
     data = get_service_prefix_data(service)
     types = [name for name in data["privileges"][action]["resource_types"] if name]
+    arns = [re.escape(data["resources"][t]["arn"]) for t in types]
     # Behind the fixed part only objects may have a slash: a bucket's ARN is not an object's.
-    return [
-        re.compile(re.sub(r"\\\$\\\{ObjectName\\\}", ".+", escaped).replace("PLACE", "[^/]*"))
-        for escaped in (
-            re.sub(
-                r"\\\$\\\{(?!ObjectName)\w+\\\}", "PLACE", re.escape(data["resources"][t]["arn"])
-            )
-            for t in types
-        )
-    ]
+    arns = [re.sub(r"\\\$\\\{ObjectName\\\}", ".+", arn) for arn in arns]
+    return [re.compile(re.sub(r"\\\$\\\{\w+\\\}", "[^/]*", arn)) for arn in arns]
 
 
 def _known_key(key: str, actions: list[tuple[str, str]], principal: Any) -> bool:

@@ -98,14 +98,9 @@ class Terraform:
     def _result(self, command: list[str], directory: Path, answer: str = "") -> Result:
         done = subprocess.run(
             command,
-            cwd=directory,
-            env=self._environment,
-            input=answer,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+            cwd=directory, env=self._environment, input=answer, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
         return Result(done.returncode, done.stdout)
 
     def init(self, directory: Path) -> None:
@@ -131,7 +126,6 @@ class Terraform:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        assert provider.stdout is not None
         for line in provider.stdout:
             if match := re.search(r"TF_REATTACH_PROVIDERS='(.*)'", line):
                 self._environment["TF_REATTACH_PROVIDERS"] = match[1]
@@ -191,12 +185,8 @@ def read_plans(lines: str) -> Iterator[Plan]:
             outputs = _part(line, "output_changes") or {}
             yield Plan(
                 run=_part(line, "@testrun"),
-                resources={
-                    change["address"]: change["change"].get("after") or {} for change in changes
-                },
-                unknown={
-                    change["address"]: change["change"].get("after_unknown") for change in changes
-                },
+                resources={c["address"]: c["change"].get("after") or {} for c in changes},
+                unknown={c["address"]: c["change"].get("after_unknown") for c in changes},
                 outputs={name: change.get("after") for name, change in outputs.items()},
                 unknown_outputs=_marked(outputs, "after_unknown"),
                 sensitive_outputs=_marked(outputs, "after_sensitive"),
@@ -223,7 +213,6 @@ def read_complaints(lines: str) -> list[str]:
         if '"type":"diagnostic"' in line:
             told = json.loads(line)
             diagnostic = told["diagnostic"]
-            complaints.append(
-                f"{told.get('@testrun', '')}: {diagnostic['summary']}: {diagnostic['detail']}"
-            )
+            what = f"{diagnostic['summary']}: {diagnostic['detail']}"
+            complaints.append(f"{told.get('@testrun', '')}: {what}")
     return complaints

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ ELSEWHERE = "team/other/chunk"
 @pytest.fixture(scope="module")
 def bucket(cloud: Applied) -> Applied:
     """The applied bucket, usable under the simulation."""
-    cloud.drop_bucket_policy()
+    cloud.aws("s3").delete_bucket_policy(Bucket=NAME)
     return cloud
 
 
@@ -43,6 +45,21 @@ def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None
     forget_credentials(monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def acting(bucket: Applied, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The client of somebody who has one policy, while policies are enforced."""
+
+    @asynccontextmanager
+    async def client(who: str, output: str = "kv_transfer_config") -> AsyncIterator[ObjectStore]:
+        become(monkeypatch, bucket.user(bucket.outputs[f"{who}_policy_arn"]))
+        made = store(bucket, output)
+        with bucket.policies_enforced():
+            yield made
+        await made.close()
+
+    return client
 
 
 def test_a_second_plan_changes_nothing(cloud: Applied) -> None:
@@ -80,11 +97,8 @@ def test_the_account_has_what_was_planned(cloud: Applied) -> None:
     assert rule["ApplyServerSideEncryptionByDefault"] == {"SSEAlgorithm": "AES256"}
     block = s3.get_public_access_block(Bucket=NAME)["PublicAccessBlockConfiguration"]
     assert set(block.values()) == {True}
-    assert {alarm["AlarmName"] for alarm in _alarms(cloud)} == {
-        f"{NAME}-errors",
-        f"{NAME}-latency",
-        f"{NAME}-size",
-    }
+    alarms = {alarm["AlarmName"] for alarm in _alarms(cloud)}
+    assert alarms == {f"{NAME}-{what}" for what in ("errors", "latency", "size")}
     role = cloud.aws("iam").list_attached_role_policies(RoleName=f"{NAME}-engine")
     assert [p["PolicyName"] for p in role["AttachedPolicies"]] == [f"{NAME}-writer"]
 
@@ -93,14 +107,9 @@ def _alarms(cloud: Applied) -> list[dict[str, Any]]:
     return list(cloud.aws("cloudwatch").describe_alarms()["MetricAlarms"])
 
 
-async def test_a_writer_can_do_what_s3kv_does(
-    bucket: Applied, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(monkeypatch, bucket.user(bucket.outputs["writer_policy_arn"]))
-    client = store(bucket)
-    with bucket.policies_enforced():
+async def test_a_writer_can_do_what_s3kv_does(acting: Any) -> None:
+    async with acting("writer") as client:
         await _use(client)
-    await client.close()
 
 
 async def _use(client: ObjectStore) -> None:
@@ -108,9 +117,7 @@ async def _use(client: ObjectStore) -> None:
     key = f"{PREFIX}/v3/{uuid.uuid4()}"
     buffer = memoryview(bytearray(10))
     await client.check()
-    assert await client.get_into(key, Place.of(buffer)) is None, (
-        "a key that is not there must be a miss"
-    )
+    assert await client.get_into(key, Place.of(buffer)) is None, "what is not there is a miss"
     assert await client.head(key) is None
     assert await client.put(key, Place.of(b"chunk"), if_absent=True)
     assert not await client.put(key, Place.of(b"other"), if_absent=True)
@@ -122,46 +129,32 @@ async def _use(client: ObjectStore) -> None:
         await client.delete(key)
 
 
-async def test_a_cleaner_can_delete_as_well(
-    bucket: Applied, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(monkeypatch, bucket.user(bucket.outputs["cleaner_policy_arn"]))
-    client = store(bucket)
+async def test_a_cleaner_can_delete_as_well(acting: Any) -> None:
     key, buffer = f"{PREFIX}/v3/kept", memoryview(bytearray(10))
-    with bucket.policies_enforced():
+    async with acting("cleaner") as client:
         await client.check()
         assert await client.put(key, Place.of(b"chunk"), if_absent=True)
         assert await client.delete(key)
         assert await client.get_into(key, Place.of(buffer)) is None
-    await client.close()
 
 
 @pytest.mark.parametrize("who", ["writer", "cleaner"])
-async def test_nobody_leaves_the_prefix(
-    bucket: Applied, monkeypatch: pytest.MonkeyPatch, who: str
-) -> None:
+async def test_nobody_leaves_the_prefix(bucket: Applied, acting: Any, who: str) -> None:
     bucket.aws("s3").put_object(Bucket=NAME, Key=ELSEWHERE, Body=b"not ours")
-    become(monkeypatch, bucket.user(bucket.outputs[f"{who}_policy_arn"]))
-    client = store(bucket)
-    with bucket.policies_enforced():
+    async with acting(who) as client:
         with pytest.raises(StoreDenied, match="s3:PutObject"):
             await client.put(ELSEWHERE, Place.of(b"x"), if_absent=False)
         with pytest.raises(StoreDenied, match="s3:GetObject"):
             await client.get_into(ELSEWHERE, Place.of(bytearray(10)))
         with pytest.raises(StoreDenied, match="s3:DeleteObject"):
             await client.delete(ELSEWHERE)
-    await client.close()
     assert bucket.aws("s3").get_object(Bucket=NAME, Key=ELSEWHERE)["Body"].read() == b"not ours"
 
 
-async def test_a_reader_reads_and_changes_nothing(
-    bucket: Applied, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_reads_and_changes_nothing(bucket: Applied, acting: Any) -> None:
     bucket.aws("s3").put_object(Bucket=NAME, Key=KEY, Body=b"chunk")
-    become(monkeypatch, bucket.user(bucket.outputs["reader_policy_arn"]))
-    client = store(bucket, "reader_kv_transfer_config")
     buffer = memoryview(bytearray(10))
-    with bucket.policies_enforced():
+    async with acting("reader", "reader_kv_transfer_config") as client:
         await client.check()
         assert (await client.get_into(KEY, Place.of(buffer))).nbytes == 5
         assert await client.get_into(f"{PREFIX}/v3/none", Place.of(buffer)) is None
@@ -172,21 +165,12 @@ async def test_a_reader_reads_and_changes_nothing(
             await client.refresh(KEY, 2e9)
         with pytest.raises(StoreDenied, match="s3:DeleteObject"):
             await client.delete(KEY)
-    await client.close()
     assert bucket.aws("s3").get_object(Bucket=NAME, Key=KEY)["Body"].read() == b"chunk"
 
 
 def test_nobody_but_the_administrator_touches_the_bucket_itself(bucket: Applied) -> None:
-    import boto3
-
     for policy in ("reader_policy_arn", "writer_policy_arn", "cleaner_policy_arn"):
-        keys = bucket.user(bucket.outputs[policy])
-        s3 = boto3.client(
-            "s3",
-            endpoint_url=bucket.server.url,
-            aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-        )
+        s3 = bucket.aws("s3", bucket.user(bucket.outputs[policy]))
         with bucket.policies_enforced():
             for forbidden in (s3.delete_bucket, s3.delete_bucket_policy, s3.get_bucket_acl):
                 with pytest.raises(ClientError, match="AccessDenied"):
@@ -199,15 +183,13 @@ async def test_an_engine_decrypts_a_data_key_of_the_alias(
 ) -> None:
     """By the simulation's administrator: it does not enforce policies on keys."""
     kms, url = bucket.aws("kms"), bucket.server.url
-    assert url is not None
     alias = bucket.outputs["encryption_key_alias"]
     made = kms.generate_data_key_without_plaintext(KeyId=alias, KeySpec="AES_256")
     assert kms.describe_key(KeyId=alias)["KeyMetadata"]["Arn"] == made["KeyId"]
     assert made["KeyId"] == bucket.outputs["encryption_key_arn"]
     become(monkeypatch, {**bucket.server.env, "AWS_ENDPOINT_URL_KMS": url})
-    config = Config.parse(
-        json.loads(bucket.outputs["kv_transfer_config"])["kv_connector_extra_config"]
-    )
+    transfer = json.loads(bucket.outputs["kv_transfer_config"])
+    config = Config.parse(transfer["kv_connector_extra_config"])
     assert len(await decrypted(config, made["CiphertextBlob"])) == 32
 
 
@@ -217,15 +199,8 @@ async def test_a_pod_gets_the_writers_role_by_its_token(
     """As on EKS: a token in a file and the role in the environment, the rest by botocore."""
     token = tmp_path / "token"
     token.write_text("the cluster's word for who this pod is")
-    assert bucket.server.url is not None
-    become(
-        monkeypatch,
-        {
-            "AWS_ROLE_ARN": bucket.outputs["role_arns"]["irsa-writer"],
-            "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
-            "AWS_ENDPOINT_URL_STS": bucket.server.url,
-        },
-    )
+    where = {"AWS_WEB_IDENTITY_TOKEN_FILE": str(token), "AWS_ENDPOINT_URL_STS": bucket.server.url}
+    become(monkeypatch, where | {"AWS_ROLE_ARN": bucket.outputs["role_arns"]["irsa-writer"]})
     client = store(bucket)
     await client.check()  # takes the role; the simulation cannot do that while it enforces
     with bucket.policies_enforced():

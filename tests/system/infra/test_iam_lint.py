@@ -8,12 +8,13 @@ import pytest
 
 from tests.system.infra.iam_lint import lint
 
+BUCKET = "arn:aws:s3:::cache"
 GOOD = {
     "Effect": "Allow",
     "Action": ["s3:GetObject", "s3:PutObject"],
-    "Resource": "arn:aws:s3:::cache/s3kv/*",
+    "Resource": f"{BUCKET}/s3kv/*",
 }
-LIST = {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::cache"}
+LIST = {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": BUCKET}
 
 
 def complaints(**statement: Any) -> list[str]:
@@ -28,35 +29,23 @@ def test_nothing_is_found_in_a_good_policy() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"Action": "s3:GetObjects"}, "statement: s3:GetObjects does not exist"),
-        ({"Action": "s4:GetObject"}, "statement: s4:GetObject does not exist"),
-        (
-            {"Resource": "arn:aws:s3:::cache"},
-            "statement: s3:GetObject has no resource it could be allowed on",
-        ),
-        (
-            {"Action": "s3:ListBucket"},
-            "statement: s3:ListBucket has no resource it could be allowed on",
-        ),
-        (
-            {"Resource": ["arn:aws:s3:::cache/*", "arn:aws:s3:::cache"]},
-            "statement: no action can be on arn:aws:s3:::cache",
-        ),
-        (
-            {"Condition": {"StringLik": {"s3:TlsVersion": "1"}}},
-            "statement: StringLik is no operator",
-        ),
+        ({"Action": "s3:GetObjects"}, "s3:GetObjects does not exist"),
+        ({"Action": "s4:GetObject"}, "s4:GetObject does not exist"),
+        ({"Resource": BUCKET}, "s3:GetObject has no resource it could be allowed on"),
+        ({"Action": "s3:ListBucket"}, "s3:ListBucket has no resource it could be allowed on"),
+        ({"Resource": [f"{BUCKET}/*", BUCKET]}, f"no action can be on {BUCKET}"),
+        ({"Condition": {"StringLik": {"s3:TlsVersion": "1"}}}, "StringLik is no operator"),
         (
             {"Condition": {"StringLike": {"s3:Prefix": "1"}}},
-            "statement: s3:Prefix is no condition of s3:GetObject or s3:PutObject",
+            "s3:Prefix is no condition of s3:GetObject or s3:PutObject",
         ),
-        ({"Action": "s3:*"}, "statement: allows s3:*"),
-        ({"Principal": "*"}, "statement: allows everybody"),
-        ({"NotAction": "s3:GetObject"}, "statement: has NotAction"),
+        ({"Action": "s3:*"}, "allows s3:*"),
+        ({"Principal": "*"}, "allows everybody"),
+        ({"NotAction": "s3:GetObject"}, "has NotAction"),
     ],
 )
 def test_mistakes_are_found(change: dict[str, Any], complaint: str) -> None:
-    assert complaint in complaints(**(GOOD | change))
+    assert f"statement: {complaint}" in complaints(**(GOOD | change))
 
 
 def test_a_token_must_come_from_the_issuer_that_is_trusted() -> None:

@@ -98,7 +98,6 @@ def test_the_connector_it_names_is_there(plans: dict[str, Plan], cache: str) -> 
     """Without vLLM: the class is looked up in the module's source, not imported."""
     transfer = json.loads(plans["bare"].outputs[f"{cache}_transfer_config"])
     spec = importlib.util.find_spec(transfer[f"{cache}_connector_module_path"])
-    assert spec.origin is not None
     exported = {
         alias.name
         for node in ast.walk(ast.parse(Path(spec.origin).read_text()))
