@@ -19,14 +19,6 @@ CALLS = {
 }
 
 
-def environment(folder: Path) -> Path:
-    """A folder as pip leaves it after the installation of ours: module, package, metadata."""
-    shutil.copytree(ROOT / "s3kv", folder / "s3kv", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "vllm_s3kv.py", folder)
-    _describe(folder, "vllm_s3kv", ["s3kv/__init__.py", "vllm_s3kv.py"])
-    return folder
-
-
 def _describe(folder: Path, name: str, files: list[str], version: str = "0.1.5") -> None:
     about = folder / f"{name}-{version}.dist-info"
     about.mkdir()
@@ -49,7 +41,12 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    return environment(tmp_path / "ours")
+    """A folder as pip leaves it after the installation of ours: module, package, metadata."""
+    folder, left = tmp_path / "ours", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "s3kv", folder / "s3kv", ignore=left)
+    shutil.copy(ROOT / "vllm_s3kv.py", folder)
+    _describe(folder, "vllm_s3kv", ["s3kv/__init__.py", "vllm_s3kv.py"])
+    return folder
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

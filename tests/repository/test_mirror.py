@@ -100,3 +100,4 @@ def test_a_test_file_has_a_module_of_its_name() -> None:
         and str(Path(name).parent / path.name.removeprefix("test_")) not in packaged
     ]
     assert not without, "rename, merge, or name in BEHAVIOURS what spans several modules"
+    assert not [name for name in BEHAVIOURS if not (ROOT / "s3kv" / name).parent.is_dir()]

@@ -6,7 +6,6 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.project import ROOT
 
@@ -67,11 +66,4 @@ def test_the_walks_of_the_contributing_guide_exist() -> None:
     named = {word for word in table.split("`")[1::2] if "/" in word}
     assert len(named) > 15
     missing = [n for n in named if not any((root / n).exists() for root in (ROOT, ROOT / "s3kv"))]
-    assert not missing
-
-
-def test_unit_tests_are_laid_out_as_the_package_is() -> None:
-    unit = Path(ROOT / "tests" / "unit")
-    folders = {str(p.parent.relative_to(unit)) for p in unit.rglob("test_*.py")}
-    missing = [folder for folder in folders if not (ROOT / "s3kv" / folder).is_dir()]
     assert not missing

@@ -25,13 +25,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def git(folder: Path, *arguments: str, at_h: int = 0) -> None:
     who = ["-c", "user.name=s3kv", "-c", "user.email=s3kv@example.org"]
     time = {"GIT_COMMITTER_DATE": f"2026-01-{1 + at_h // 24:02}T{at_h % 24:02}:00:00Z"}
-    subprocess.run(
-        ["git", *who, *arguments],
-        cwd=folder,
-        env=os.environ | time,
-        check=True,
-        capture_output=True,
-    )
+    command = ["git", *who, *arguments]
+    subprocess.run(command, cwd=folder, env=os.environ | time, check=True, capture_output=True)
 
 
 def commit(folder: Path, name: str, at_h: int = 0) -> None:
