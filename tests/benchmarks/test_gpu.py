@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,15 @@ from benchmarks import gpu_busy, gpu_copies, gpu_path
 CPU = ["--device", "cpu", "--rounds", "1"]
 
 
-def test_copies_are_measured(tmp_path: Path) -> None:
-    out = tmp_path / "results" / "copies.json"
-    result = gpu_copies.main([*CPU, "--out", str(out)])
+def measured(benchmark: ModuleType, out: Path, *options: str) -> dict[str, Any]:
+    """The result, which is also written."""
+    result: dict[str, Any] = benchmark.main([*CPU, *options, "--out", str(out)])
     assert json.loads(out.read_text()) == result
+    return result
+
+
+def test_copies_are_measured(tmp_path: Path) -> None:
+    result = measured(gpu_copies, tmp_path / "results" / "copies.json")
     assert result["left_out"] == []
     parts = result["parts"]
     assert list(parts) == [
@@ -36,17 +43,12 @@ def test_copies_are_measured(tmp_path: Path) -> None:
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
-    out = tmp_path / "copies.json"
-    result = gpu_copies.main([*CPU, "--seconds", "0", "--out", str(out)])
-    assert result["parts"] == {}
-    assert len(json.loads(out.read_text())["left_out"]) == 5
+    result = measured(gpu_copies, tmp_path / "copies.json", "--seconds", "0")
+    assert (result["parts"], len(result["left_out"])) == ({}, 5)
 
 
 def test_the_path_from_a_bucket_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "path.json"
-    result = gpu_path.main([*CPU, "--out", str(out)])
-    assert json.loads(out.read_text()) == result
-    (part,) = result["parts"].values()
+    (part,) = measured(gpu_path, tmp_path / "path.json")["parts"].values()
     assert set(part["gb_per_s"]) == {"network", "bus", "fetch", "path"}
     assert all(part["gb_per_s"].values())
     assert part["saved_gb_per_s"] > 0
@@ -56,9 +58,7 @@ def test_copies_beside_a_busy_thread_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_busy, "QUEUED", 4)
-    out = tmp_path / "busy.json"
-    result = gpu_busy.main([*CPU, "--out", str(out)])
-    assert json.loads(out.read_text()) == result
+    result = measured(gpu_busy, tmp_path / "busy.json")
     assert result["left_out"] == []
     parts = result["parts"]
     assert parts["fence"]["queued"] == 4

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 from benchmarks.peers import defeats
 from benchmarks.peers.bench import Passes
@@ -15,45 +18,32 @@ from lab.engine import Answer
 HIT = Answer(tokens=[5, 6, 7], cached_tokens=1_536, ttft_s=0.2, seconds=0.4, finish_reason="length")
 REFERENCE = [HIT, dataclasses.replace(HIT, tokens=[8, 9])]
 HIT_TOKENS = 2 * 1_536
+OTHER_TOKENS = "prompt 1: other tokens than without a connector"
 
 
-def changed(**changes: object) -> list[Answer]:
-    return [REFERENCE[0], dataclasses.replace(REFERENCE[1], **changes)]  # type: ignore[arg-type]
-
-
-def test_answers_like_the_reference_with_all_hits_in_the_connector_are_sound() -> None:
-    slower = changed(seconds=9.0, ttft_s=8.0)
-    assert faults(slower, REFERENCE, HIT_TOKENS) == []
-
-
-def test_a_shorter_hit_does_not_count() -> None:
-    assert faults(changed(cached_tokens=1_408), REFERENCE, HIT_TOKENS) == [
-        "prompt 1: 1408 tokens hit, not 1536"
-    ]
-
-
-def test_another_token_does_not_count() -> None:
-    assert faults(changed(tokens=[8, 10]), REFERENCE, HIT_TOKENS) == [
-        "prompt 1: other tokens than without a connector"
-    ]
-
-
-def test_an_answer_that_ended_early_does_not_count() -> None:
-    assert faults(changed(finish_reason="error"), REFERENCE, HIT_TOKENS) == [
-        "prompt 1: ended by 'error'"
-    ]
-
-
-def test_a_hit_in_a_cache_of_the_engine_does_not_count() -> None:
-    assert faults(REFERENCE, REFERENCE, 1_536) == ["1536 tokens hit in the connector, not 3072"]
+@pytest.mark.parametrize(
+    ("changes", "hit_tokens", "users", "found"),
+    [
+        ({"seconds": 9.0, "ttft_s": 8.0}, HIT_TOKENS, 1, []),
+        ({"cached_tokens": 1_408}, HIT_TOKENS, 1, ["prompt 1: 1408 tokens hit, not 1536"]),
+        ({"tokens": [8, 10]}, HIT_TOKENS, 1, [OTHER_TOKENS]),
+        ({"tokens": [1]}, HIT_TOKENS, 4, [OTHER_TOKENS]),
+        ({"finish_reason": "error"}, HIT_TOKENS, 1, ["prompt 1: ended by 'error'"]),
+        ({}, 1_536, 1, ["1536 tokens hit in the connector, not 3072"]),
+    ],
+    ids=["slower", "shorter", "other", "other of several", "early", "by the engine"],
+)
+def test_only_answers_like_the_reference_with_all_hits_in_the_connector_are_sound(
+    changes: dict[str, Any], hit_tokens: int, users: int, found: list[str]
+) -> None:
+    answers = [REFERENCE[0], dataclasses.replace(REFERENCE[1], **changes)]
+    assert faults(answers, REFERENCE, hit_tokens, users=users) == found
 
 
 def test_of_several_users_few_may_have_other_tokens_and_shorter_hits() -> None:
     shorter = [*4 * [HIT], dataclasses.replace(HIT, cached_tokens=0, tokens=[1])]
     assert faults(shorter, 5 * [HIT], 4 * 1_536, users=4) == []
     assert hit_percent(shorter, 5 * [HIT]) == 80.0
-    other = "prompt 1: other tokens than without a connector"
-    assert faults(changed(tokens=[1]), REFERENCE, HIT_TOKENS, users=4) == [other]
 
 
 def test_the_first_engine_sends_no_prompt_twice_and_many_users_have_their_own() -> None:
@@ -87,15 +77,12 @@ def test_whoever_is_better_than_either_of_ours_is_told_first() -> None:
 def test_a_pass_with_a_fault_is_told_without_a_time() -> None:
     passes = Passes(seconds=[0.3], cpu_s=[{"engine": 0.2}, {"engine": 0.3}])
     passes.cpu_s[0]["s3kv.io"] = 0.1
-    assert passes.told()["median_ms"] == 300.0
-    assert passes.told()["cpu_ms_per_prompt"] == 300.0
-    assert passes.told()["cpu_ms_by_process"] == {"engine": 250.0, "s3kv.io": 50.0}
-    passes.faults.append("prompt 0: other tokens than without a connector")
-    assert passes.told() == {"failed": ["prompt 0: other tokens than without a connector"]}
-
-
-def test_a_pass_that_never_was_is_told_as_failed() -> None:
-    assert Passes().told() == {"failed": ["no pass"]}
+    told = passes.told()
+    assert (told["median_ms"], told["cpu_ms_per_prompt"]) == (300.0, 300.0)
+    assert told["cpu_ms_by_process"] == {"engine": 250.0, "s3kv.io": 50.0}
+    passes.faults.append(OTHER_TOKENS)
+    assert passes.told() == {"failed": [OTHER_TOKENS]}
+    assert Passes().told() == {"failed": ["no pass"]}, "it never was"
 
 
 def test_the_program_explains_itself() -> None:

@@ -48,11 +48,7 @@ def test_a_server_and_a_trace_are_passed_on(tmp_path: Path) -> None:
 
     options = argparse.Namespace(quick=True, shaped=True, trace=tmp_path / "t")
     by_name = {program.name: program for program in report.PROGRAMS}
-    assert by_name["engine"].command(options)[1:] == [
-        "-m",
-        "benchmarks.engine",
-        "--quick",
-        "--shaped",
-    ]
+    told = by_name["engine"].command(options)[1:]
+    assert told == ["-m", "benchmarks.engine", "--quick", "--shaped"]
     assert by_name["trace"].command(options)[3:] == ["--quick", "--trace", str(tmp_path / "t")]
     assert sys.executable == by_name["planner"].command(options)[0]

@@ -52,6 +52,5 @@ def test_every_benchmark_ends(path: Path) -> None:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name == "main"
     )
-    assert [ast.unparse(decorator).partition("(")[0] for decorator in main.decorator_list] == [
-        "ends"
-    ]
+    decorators = [ast.unparse(decorator) for decorator in main.decorator_list]
+    assert [decorator.partition("(")[0] for decorator in decorators] == ["ends"]

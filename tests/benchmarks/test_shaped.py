@@ -1,4 +1,5 @@
-"""The server with the shape of S3 answers as S3 does, plain and with TLS."""
+"""The server with the shape of S3 answers as S3 does, plain and with TLS; and the floor of the
+benchmarks, read from it and from another."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import pytest
 from botocore.exceptions import ClientError
 
 from benchmarks import rig
-from benchmarks.floor import TIMES, Server
+from benchmarks.floor import AT_ONCE, TIMES, Server
 from benchmarks.shaped import BUCKET, FAST, Link, Shape, shaped
 from lab.certificates import self_signed
+from lab.s3 import moto_process
 from s3kv.config import Config
 from s3kv.errors import StoreThrottled, StoreUnranged
 from s3kv.place import Place
@@ -34,13 +36,8 @@ async def test_it_answers_as_s3_does(tmp_path: Path, tls: bool) -> None:
     data = pattern(2**20 + 5, 1)
     buffer = memoryview(bytearray(len(data)))
     with shaped(FAST, str(certificate)) as server:
-        store = open_store(
-            Config(
-                bucket=BUCKET,
-                endpoint_url=server.url,
-                ca_bundle=f"{certificate}.crt" if tls else None,
-            )
-        )
+        bundle = f"{certificate}.crt" if tls else None
+        store = open_store(Config(bucket=BUCKET, endpoint_url=server.url, ca_bundle=bundle))
         await store.check()
         assert await store.get_into("k", Place.of(buffer)) is None
         assert await store.put("k", Place.of(data), if_absent=False)
@@ -95,6 +92,22 @@ def test_benchmarks_reach_it(tls: bool) -> None:
         assert told["server_cpu_s"] >= 0
 
 
+def test_the_floor_is_read_from_a_server_that_closes_every_connection() -> None:
+    count = 2 * max(AT_ONCE)
+    with moto_process() as s3:
+        client = s3.client()
+        client.create_bucket(Bucket=BUCKET)
+        for number in range(count):
+            client.put_object(Bucket=BUCKET, Key=f"p/{number:02}.safetensors", Body=b"a" * 100_000)
+        server = Server(s3.url, BUCKET, s3.env)
+        assert server.told() == {"connections": None, "batches": 0, "median_ms": None}
+        server.read("p/", count)
+    told = server.told()
+    assert told["batches"] == TIMES
+    assert told["connections"] in AT_ONCE
+    assert told["median_ms"] > 0
+
+
 def test_keys_of_any_characters_are_listed_as_they_are() -> None:
     keys = {"p/a b", "p/a%40", "p/a@b", "p/a+b"}
     with rig.s3(options()) as store:
@@ -105,7 +118,6 @@ def test_keys_of_any_characters_are_listed_as_they_are() -> None:
 
 def test_a_rate_can_be_changed() -> None:
     with rig.s3(options()) as store:
-        assert store.running is not None
         store.running.limit(1.0)
         store.s3.client().put_object(Bucket=BUCKET, Key="k", Body=b"a")
 

@@ -47,6 +47,15 @@ def path(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "trace.jsonl")
 
 
+@pytest.fixture
+def slow(tmp_path: Path) -> list[Arrival]:
+    """The same with a minute between the requests."""
+    return load(write_trace(tmp_path / "slow.jsonl", gap_ms=60_000))
+
+
+FLEET = Setup(engines=5, routing="round-robin", host_gib=64.0, gpu_gib=4.0, recompute_gate="off")
+
+
 def simulated(arguments: list[str], path: Path, out: Path) -> dict[str, Any]:
     trace.main(["--trace", str(path), "--engines", "2", "--json", str(out), *arguments])
     result: dict[str, Any] = json.loads(out.read_text())
@@ -93,25 +102,19 @@ def test_with_room_and_time_for_everything_nothing_is_computed_twice(tmp_path: P
     assert figures["saves_dropped"] == figures["evictions"] == 0
 
 
-def test_engines_find_in_the_bucket_what_others_have_saved(tmp_path: Path) -> None:
-    arrivals = load(write_trace(tmp_path / "slow.jsonl", gap_ms=60_000))
-    setup = Setup(
-        engines=5, routing="round-robin", host_gib=64.0, gpu_gib=4.0, recompute_gate="off"
-    )
-    figures = run(arrivals, setup, "lru")
+def test_engines_find_in_the_bucket_what_others_have_saved(slow: list[Arrival]) -> None:
+    figures = run(slow, FLEET, "lru")
     # Five engines and twelve chats in turn: consecutive turns are never on the same engine.
     assert figures["tokens"]["bucket"] > figures["tokens"]["host"]
     assert figures["requests"]["get_404"] > 0
     assert figures["wait_ms"]["p50"] > 0
-    assert run(arrivals, setup, "device only")["requests"]["get_hit"] == 0
+    assert run(slow, FLEET, "device only")["requests"]["get_hit"] == 0
 
 
-def test_compressed_objects_take_less_of_the_budget_and_of_the_wire(tmp_path: Path) -> None:
-    arrivals = load(write_trace(tmp_path / "slow.jsonl", gap_ms=60_000))
-    setup = Setup(engines=5, routing="round-robin", host_gib=64.0, gpu_gib=4.0)
-    setup = replace(setup, recompute_gate="off", first_byte_sigma=0.0)
-    plain = run(arrivals, setup, "lru")
-    small = run(arrivals, replace(setup, stored_share=0.5), "lru")
+def test_compressed_objects_take_less_of_the_budget_and_of_the_wire(slow: list[Arrival]) -> None:
+    setup = replace(FLEET, first_byte_sigma=0.0)
+    plain = run(slow, setup, "lru")
+    small = run(slow, replace(setup, stored_share=0.5), "lru")
     assert small["stored_share"] == 0.5
     assert small["tokens"] == plain["tokens"], "there is room for all of them"
     assert small["requests"]["put_new"] == plain["requests"]["put_new"]
@@ -122,7 +125,7 @@ def test_compressed_objects_take_less_of_the_budget_and_of_the_wire(tmp_path: Pa
     # 64 MiB at 90 MB/s a connection: the other half arrives before the last segment is decoded.
     assert small["wait_ms"]["p50"] < plain["wait_ms"]["p50"]
     tight = replace(setup, bucket_gib=8.0)
-    evicting, roomier = (run(arrivals, replace(tight, stored_share=s), "lru") for s in (1.0, 0.5))
+    evicting, roomier = (run(slow, replace(tight, stored_share=s), "lru") for s in (1.0, 0.5))
     assert 0 < roomier["kept"]["deleted"] < evicting["kept"]["deleted"]
     assert roomier["tokens"]["bucket"] > evicting["tokens"]["bucket"]
 
@@ -135,16 +138,11 @@ def test_a_form_waits_for_its_codec_if_it_has_one() -> None:
     assert 0 < form.decode_s < 0.001 < form.encode_s < 1.0
 
 
-def test_a_disk_spares_gets_and_second_writes_only_what_was_fetched(tmp_path: Path) -> None:
-    arrivals = load(write_trace(tmp_path / "slow.jsonl", gap_ms=60_000))
-    cases = (0.0, "all"), (64.0, "all"), (64.0, "fetched")
+def test_a_disk_spares_gets_and_second_writes_only_what_was_fetched(slow: list[Arrival]) -> None:
     figures = []
-    for disk_gib, admission in cases:
-        setup = Setup(
-            engines=5, routing="round-robin", host_gib=64.0, gpu_gib=4.0, recompute_gate="off"
-        )
-        setup = replace(setup, engines_per_host=5, disk_gib=disk_gib, disk_admission=admission)
-        figures.append(run(arrivals, setup, "lru"))
+    for disk_gib, admission in (0.0, "all"), (64.0, "all"), (64.0, "fetched"):
+        setup = replace(FLEET, engines_per_host=5, disk_gib=disk_gib, disk_admission=admission)
+        figures.append(run(slow, setup, "lru"))
     none, everything, second = figures
     assert none["disk"]["tb_per_day"] == none["tokens"]["disk"] == 0
     found = [sum(run["tokens"][tier] for tier in ("disk", "bucket")) for run in figures]
@@ -218,7 +216,6 @@ def test_pages_go_tail_first_and_come_back_by_their_prefix() -> None:
     pool = PagePool(4, keeps=True)
     chat = [block_hash(i) for i in range(3)]
     pages = pool.take([], 3)
-    assert pages is not None
     for page, key in zip(pages, chat, strict=True):
         pool.fill(page, key)
     assert pool.take([], 2) is None

@@ -32,6 +32,7 @@ OLD = result(
     cell(THIRD, newer={"t::c": "newer than vLLM 0.31: images"}),
 )
 NEW = result("0.33.0", cell(FIRST, passed=8))
+ALWAYS = f"run with every change: {compatibility.CONTINUOUS}"
 
 
 def cells_of(table: str) -> list[list[str]]:
@@ -107,9 +108,8 @@ def test_the_range_that_is_told_is_the_one_that_has_run() -> None:
 
 
 def state(what: str, root: Path) -> str:
-    (line,) = [
-        line for line in compatibility.status([], root).splitlines() if line.startswith(f"| {what}")
-    ]
+    lines = compatibility.status([], root).splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| {what}"))
     return line.strip("| ").split(" | ")[1]
 
 
@@ -133,23 +133,15 @@ def test_today_nothing_has_run_on_aws_and_a_gpu_and_ceph_have() -> None:
 
 def test_a_version_says_how_much_of_it_has_run() -> None:
     cells = [{"runner": "–", "passed": 1400}, {"runner": "first", "passed": 2}]
-    results = [
-        {"vllm": "0.31.0", "cells": cells},
-        {"vllm": compatibility.CONTINUOUS, "cells": cells},
-    ]
-    told = compatibility.status(results)
-    assert (
-        f"run with every change: {compatibility.CONTINUOUS}; run in part: 0.31.0 (1,402 tests) |"
-        in told
-    )
-    assert f"interpreted kernels | run with every change: {compatibility.CONTINUOUS} |" in told
+    versions = ("0.31.0", compatibility.CONTINUOUS)
+    told = compatibility.status([{"vllm": version, "cells": cells} for version in versions])
+    assert f"{ALWAYS}; run in part: 0.31.0 (1,402 tests) |" in told
+    assert f"interpreted kernels | {ALWAYS} |" in told
 
 
 def test_a_runner_counts_its_own_tests() -> None:
     cells = [{"runner": "first", "passed": 7}, {"runner": "second", "passed": 1}]
     told = compatibility.status([{"vllm": "0.31.0", "cells": cells}])
-    always = f"run with every change: {compatibility.CONTINUOUS}; run in part:"
-    assert f"first-generation model runner | {always} 0.31.0 (7 tests) |" in told
-    assert (
-        f"second-generation model runner, interpreted kernels | {always} 0.31.0 (1 test) |" in told
-    )
+    part = f"{ALWAYS}; run in part: 0.31.0"
+    assert f"first-generation model runner | {part} (7 tests) |" in told
+    assert f"second-generation model runner, interpreted kernels | {part} (1 test) |" in told

@@ -52,19 +52,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.delitem(sys.modules, "test_it", raising=False)  # that of the test before
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "plain.ini").write_text("[pytest]\nmarkers = nightly\n")
-    others = ("cacheprovider", "xdist", "asyncio", "timeout")
-    plain = [
-        "-q",
-        "--import-mode=importlib",
-        "-c",
-        str(tmp_path / "plain.ini"),
-        *(f"-pno:{name}" for name in others),
-    ]
+    plain = ["-q", "--import-mode=importlib", "-c", str(tmp_path / "plain.ini")]
+    plain += [f"-pno:{name}" for name in ("cacheprovider", "xdist", "asyncio", "timeout")]
 
     def run(*areas: Area) -> dict[str, Cell]:
         recorder = Recorder(areas)
-        folder = ["--rootdir", str(tmp_path), str(tmp_path)]
-        pytest.main([*plain, *folder], plugins=[recorder])
+        pytest.main([*plain, "--rootdir", str(tmp_path), str(tmp_path)], plugins=[recorder])
         return {area.name: cell for area, cell in recorder.cells.items()}
 
     return run
@@ -102,15 +95,8 @@ def collected() -> list[str]:
     command = ["-m", "pytest", "--collect-only", "-q", "-m", "nightly or long or not long", *files]
     # Options of the caller's own, such as -v, would change what it prints.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    told = subprocess.check_output([sys.executable, *command], cwd=ROOT, text=True, env=environment)
+    return [line for line in told.splitlines() if "::" in line]
 
 
 def test_every_area_names_tests_that_exist_and_are_not_asked_for_twice(

@@ -12,17 +12,12 @@ from tests.project import ROOT
 BOARD = json.loads((ROOT / "deploy/grafana/s3kv.json").read_text())
 
 
-def worth(
-    expr: str, hit_tokens_per_s: float, prefill_tokens_per_s: float, usd_per_s: float
-) -> float:
-    """The value of the expression if each metric has one series and a rate of that."""
+def worth(expr: str) -> float:
+    """The value of the expression if each metric has one series, and these values and rates."""
     for name, value in (
-        (
-            r"rate\(vllm:s3kv_hit_tokens_bucket_total\{[^}]*\}\[\$__rate_interval\]\)",
-            hit_tokens_per_s,
-        ),
-        (r"vllm:s3kv_prefill_tokens_per_s\{[^}]*\}", prefill_tokens_per_s),
-        (r"rate\(vllm:s3kv_cost_usd_total\{[^}]*\}\[\$__rate_interval\]\)", usd_per_s),
+        (r"rate\(vllm:s3kv_hit_tokens_bucket_total\{[^}]*\}\[\$__rate_interval\]\)", 16_000.0),
+        (r"vllm:s3kv_prefill_tokens_per_s\{[^}]*\}", 8_000.0),
+        (r"rate\(vllm:s3kv_cost_usd_total\{[^}]*\}\[\$__rate_interval\]\)", 0.001),
         (r"\$engine_dollars_per_hour", 4.0),
         (r"\$stored_gib", 7_300.0),
         (r"\$gib_month_dollars", 0.03),
@@ -38,14 +33,11 @@ def test_it_is_what_hits_spare_less_requests_and_storage() -> None:
     assert first["title"] == next(iter(ROWS.values()))[0].title == "Net dollars an hour"
     assert first["fieldConfig"]["defaults"]["unit"] == "currencyUSD"
     asked = {target["legendFormat"]: target["expr"] for target in first["targets"]}
-    told = {legend: worth(expr, 16_000.0, 8_000.0, 0.001) for legend, expr in asked.items()}
+    told = {legend: worth(expr) for legend, expr in asked.items()}
     # Two engines for an hour; 0.001 dollars a second; 7,300 GiB at 3 cents in 730 hours.
-    assert told == {
-        "net": 8.0 - 3.6 - 0.3,
-        "computing spared": 8.0,
-        "requests": 3.6,
-        "storage": 0.3,
-    }
+    spared, requests, storage = 8.0, 3.6, 0.3
+    net = {"net": spared - requests - storage}
+    assert told == net | {"computing spared": spared, "requests": requests, "storage": storage}
 
 
 def test_its_prices_are_the_operators() -> None:

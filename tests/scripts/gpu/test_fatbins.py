@@ -38,7 +38,7 @@ def test_payloads_of_one_architecture_are_kept_and_no_ptx() -> None:
     payloads = [bytes([number]) * 32 for number in range(1, 5)]
     kinds = ((CODE, 80), (CODE, 90), (PTX, 90), (CODE, 90))
     entries = [entry(*kind, payload) for kind, payload in zip(kinds, payloads, strict=True)]
-    kept = [entry(*kind, payload) for kind, payload in zip(kinds, payloads, strict=True)]
+    kept = [*entries]
     for number in (0, 2):
         kept[number] = entry(*kinds[number], bytes(32))
     gap = bytes(8)

@@ -62,9 +62,8 @@ def test_a_part_out_of_time_says_where_it_is_and_leaves_nothing(tmp_path: Path) 
         "it_hangs_here()"
     )
     hanging = part("hangs", program, timeout_s=5.0, stdout="pid")
-    assert not run(
-        "first", [[hanging], [part("next", "pass")]], tmp_path, os.environ, rehearse=False
-    )
+    stages = [[hanging], [part("next", "pass")]]
+    assert not run("first", stages, tmp_path, os.environ, rehearse=False)
     assert ends(tmp_path) == {"hangs": "not over in 5 s", "next": "ok"}
     assert "it_hangs_here" in (tmp_path / "first.log").read_text()
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
