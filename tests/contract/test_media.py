@@ -113,10 +113,9 @@ def test_what_a_session_is_given_later_is_not_cached() -> None:
 
 
 def test_names_beyond_the_memory_for_them_are_disputed(caplog: pytest.LogCaptureFixture) -> None:
-    of = answers()
+    of = hashing()
     of._names = MediaNames(capacity=1)
-    with caplog.at_level(logging.WARNING, "s3kv"):
-        assert hashes(request("r", picture("a"), picture("b", value=2)), of) == []
+    assert hashes(request("r", picture("a"), picture("b", value=2)), of) == []
     assert "a million others came before" in caplog.text
     names = MediaNames(capacity=1)
     assert not names.disputed("a", b"1")
