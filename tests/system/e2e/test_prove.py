@@ -14,6 +14,7 @@ import pytest
 
 from lab import models
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
+from lab.offloading import offloading
 from lab.s3 import S3Server
 from s3kv.prove.prompts import make_prompts
 from tests.system.e2e.conftest import Rig
@@ -70,6 +71,17 @@ def test_honest_kv_is_proven_in_every_arm(s3: S3Server, bucket: str, tmp_path: P
     assert code == 0, said
     assert report["verdict"].startswith("PROVEN: 2 answers are the same as host, restart")
     assert report["margins"]["noise"] < 0.01  # float32: what is wrong stands out
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.timeout(1_800)
+def test_the_tier_is_proven(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    tier = {"type": "s3kv", "bucket": bucket, "endpoint_url": str(s3.url)}
+    connector = json.dumps(offloading(tier, 64 * 2**20))
+    code, report, said = prove(s3, bucket, tmp_path, "--connector-json", connector)
+    assert code == 0, said
+    assert report["verdict"].startswith("PROVEN: 2 answers are the same as host, restart")
 
 
 @pytest.mark.e2e
