@@ -68,7 +68,7 @@ _UNIT_BYTES = {
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1_000_000_000)]
 Bytes = Annotated[int, Meta(extra=_BYTES)]
 Mebibytes = Annotated[Bytes, Meta(ge=2**20)]
 Bucket = Annotated[

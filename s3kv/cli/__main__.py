@@ -30,13 +30,14 @@ def main() -> None:
 
     from s3kv.cli.app import cli
 
-    for stream in (stdout := sys.stdout, sys.stderr):
+    stdout = sys.stdout
+    for stream in (stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # whose encoding may lack characters
             stream.reconfigure(errors="replace")
     try:
         sys.exit(cli(prog_name="s3kv", standalone_mode=False))
     except SystemExit as error:
-        # Both exit with 1 then: rich at once, click after it has replaced stdout.
+        # At a closed pipe rich exits with 1 at once, and click after it has replaced stdout.
         if isinstance(error.__context__, BrokenPipeError) or sys.stdout is not stdout:
             sys.exit(128 + signal.SIGPIPE)
         raise

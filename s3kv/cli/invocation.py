@@ -18,7 +18,6 @@ import click
 
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreError
-from s3kv.prove.arms import extra_of, settings_of
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
 
@@ -113,6 +112,8 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} cannot be read as JSON: {error}") from error
     if not isinstance(held, dict):
         raise ConfigError(f"{str(file)!r} is not a JSON object")
+    from s3kv.prove.arms import extra_of, settings_of  # most commands have no such file
+
     return dict(settings_of(held) or extra_of(held))
 
 

@@ -18,7 +18,7 @@ from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 100_000
 """Most that are looked at. A prefix has one for every model, layout and version of engines."""
-_MAX_NEIGHBOURS = 5
+_MOST_NAMED = 5
 _REPORT_EVERY = 1000
 AGES: Mapping[str, float] = {
     "under 1 h": HOUR_S,
@@ -75,8 +75,9 @@ async def resolve(store: Inventory, prefix: str, start: str) -> keys.Namespace:
     found = await _found(store, prefix)
     fitting = [namespace for namespace in found if namespace.digest.startswith(start)]
     if len(fitting) != 1:
-        names = ", ".join(namespace.digest for namespace in fitting or found)
-        told = f" of {names}" if names else " (none exists)"
+        names = [namespace.digest for namespace in fitting or found]
+        told = f" of {', '.join(names[:_MOST_NAMED])}" if names else " (none exists)"
+        told += f" and {left:,} others" if (left := len(names) - _MOST_NAMED) > 0 else ""
         raise ConfigError(
             f"NAMESPACE is {start!r}, and {len(fitting)} namespaces under {prefix}/ begin with it: "
             f"allowed is the beginning of exactly one{told}"
@@ -99,7 +100,7 @@ async def report_empty(store: Inventory, bucket: str, prefix: str) -> None:
     parent = "".join(prefix.rpartition("/")[:2])
     said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"
     with contextlib.suppress(StoreDenied):  # a policy may allow the prefix alone
-        beside = await tried(lambda: store.folders(parent, _MAX_NEIGHBOURS))
+        beside = await tried(lambda: store.folders(parent, _MOST_NAMED))
         listed = ", ".join(repr(f"{parent}{n}/") for n in beside if parent + n != prefix)
         said += f"; next to it: {listed or 'nothing'}"
     click.echo(said, err=True)

@@ -32,8 +32,8 @@ from s3kv.types import TensorSpec
 logger = logging.getLogger("s3kv")
 
 _PROCESS_START_S = 30.0
-"""Time that an I/O process gets to start, and to have KMS decrypt its keys (`kms.ANSWER_S`), before
-its `START_TIMEOUT_S` begins. So it gives up before its worker does, and says why."""
+"""Time for an I/O process to start, to have KMS decrypt its keys (`kms.ANSWER_S`) and to open its
+disk (`disk.PATIENCE_S`), before `START_TIMEOUT_S` begins. So it gives up first, and says why."""
 
 
 def introduce(

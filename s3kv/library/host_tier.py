@@ -98,7 +98,7 @@ class HostTier:
                 return kept
             if not wait:
                 return False
-            self.ledger.counters.subtract(("saves_dropped", "saves_without_room"))  # not yet
+            self.ledger.counters.subtract(("saves_dropped", "saves_without_room"))  # it waits
             await self.pump.next_end()
             self.pump.check_open()
         self.hit(key)

@@ -224,9 +224,8 @@ class ECPlanner:
 
     def promise(self, identifier: str) -> ItemLoad | None:
         """The load to make in this pass instead of encoding the item; None: encode it."""
-        meanings = self._names.get(identifier, Counter())
-        wanted = next(iter(meanings), None)
-        if wanted is None or len(meanings) > 1:
+        meanings = [*self._names.get(identifier, ())]
+        if len(meanings) != 1 or (wanted := meanings[0]) is None:
             return None
         if identifier in self._promises:
             return self._promises[identifier][1]

@@ -42,7 +42,7 @@ from s3kv.types import ChunkKey, Outcome, Tally
 
 _FIRST_WINDOW = 64  # most probes of a request at first, as of the connector's lookups (decision 8)
 _LARGEST_WINDOW = 256
-_PROBE_SHARE = 32  # a first window is at most one row in so many; all requests have four of them
+_PROBE_SHARE = 32  # a first window has one row in so many, all have four: cold prompts evict little
 _SPARE_SHARE = 8  # one row in so many is never promised: vLLM needs some for the computed chunks
 _UPLOAD_SHARE = 4  # uploads pin at most one row in so many, because vLLM cannot evict pinned rows
 

@@ -104,13 +104,13 @@ async def _disk_of(config: Config, keys: Keyring | None) -> tuple[Directory, Wor
     `on_unavailable` says."""
     if config.disk_path is None:
         return None
-    how = config.disk_path, config.prefix, config.disk_bytes
+    path, prefix, nbytes = config.disk_path, config.prefix, config.disk_bytes
     threads = WorkerThreads(config.max_inflight_requests)
     try:
-        opening = threads.read(lambda: Directory.open(*how))
+        opening = threads.read(lambda: Directory.open(path, prefix, nbytes))
         directory = await asyncio.wait_for(opening, PATIENCE_S)
     except asyncio.TimeoutError:  # it hangs, which costs its hits alone
-        directory = Directory(Path(how[0]), *how[1:])
+        directory = Directory(Path(path), prefix, nbytes)
     except ConfigError as error:
         if config.on_unavailable == "fail":
             raise

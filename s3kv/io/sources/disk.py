@@ -145,8 +145,7 @@ class DiskSource:
         return job.end(Outcome.OK, nbytes=nbytes, fresh_s=self._used(job.key))
 
     def _delete(self, key: str) -> None:
-        directory = self._directory
-        self._begin(self._off_loop(lambda: directory.delete(directory.file_of(key))))
+        self._begin(self._off_loop(lambda: self._directory.delete(self._directory.file_of(key))))
 
     def _used(self, key: str) -> float:
         """Note a use of the bucket's object, unless one has been noted for which it is still fresh.

@@ -12,16 +12,16 @@ from s3kv.errors import ConfigError
 def started(
     number: int, name: str, initializer: Callable[[], object] | None = None
 ) -> ThreadPoolExecutor:
-    """An executor whose threads all run. An executor that lacks one starts it in `submit`, and if
-    the system refuses, raises but keeps the work: it would be done later, in memory that is another
-    job's by then. Raises `ConfigError` if the system refuses one now."""
+    """An executor whose threads all run. Otherwise `submit` starts them: if the system refuses one,
+    it raises but keeps the work, which another thread does later, in memory that has gone to
+    another job. Raises `ConfigError` if the system refuses one now."""
     executor, go = ThreadPoolExecutor(number, name, initializer), threading.Event()
     try:
         for _ in range(number):
             executor.submit(go.wait)  # until then, none is idle, and each call starts another
     except RuntimeError as error:
-        told = f"the I/O process needs {number} threads {name}, and the system refuses one"
-        raise ConfigError(f"{told} ({error}): allow more (ulimit -u, pids.max)") from error
+        told = f"the I/O process needs {number} threads ({name}), and the system refuses one"
+        raise ConfigError(f"{told}: {error}; raise its limit (ulimit -u, pids.max)") from error
     finally:
         go.set()
     return executor

@@ -228,8 +228,7 @@ class S3Store:
         for _ in range(0, limit, PAGE_KEYS):
             page = await self._list_page(prefix, min(limit, PAGE_KEYS), delimiter="/", token=token)
             found += [name[len(prefix) :].rstrip("/") for name in page.folders]
-            token = page.token
-            if not token:
+            if not (token := page.token):
                 break
         return found[:limit]
 

@@ -10,12 +10,23 @@ from s3kv.cli.show import DAY_S, HOUR_S
 from s3kv.cli.walk import NamespaceContent
 from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
 
 
 async def test_a_beginning_where_there_is_no_namespace() -> None:
     with pytest.raises(ConfigError, match=r"exactly one \(none exists\)$"):
         await walk.resolve(MemoryStore(), "s3kv", "a")
+
+
+async def test_of_many_namespaces_some_are_named() -> None:
+    store = MemoryStore()
+    for number in range(7):
+        key = f"{Namespace('s3kv', f'a{number:031x}').root}x"
+        await store.put(key, Place.of(bytearray(1)), if_absent=True)
+    named = r"^NAMESPACE is 'a', and 7 .* one of (\w{32}(, )?){5} and 2 others$"
+    with pytest.raises(ConfigError, match=named):
+        await walk.resolve(store, "s3kv", "a")
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ async def test_a_system_that_refuses_threads_at_the_start_is_told(
         async with rig.served(lambda _: bucket, on_unavailable="serve", **how) as (worker, _):
             ready = await worker.hear()
     assert (ready.serving, ready.trouble) == (False, "config")
-    assert "threads s3kv-disk-read" in ready.message
+    assert "threads (s3kv-disk-read)" in ready.message
     assert "pids.max" in ready.message
 
 

@@ -49,6 +49,6 @@ def test_one_that_the_system_refuses_is_an_error(
 ) -> None:
     with (
         refused(monkeypatch, after),
-        pytest.raises(ConfigError, match=r"needs 3 threads s3kv-test.*can't start.*pids\.max"),
+        pytest.raises(ConfigError, match=r"needs 3 threads \(s3kv-test\).*can't start.*pids\.max"),
     ):
         started(3, "s3kv-test")
