@@ -250,7 +250,8 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None and self._process.poll() is None:
+        # A killed process may have ended before its zygote has reported so.
+        if error is None and self._process.poll() is None and self.processes():
             self.shutdown()
         else:
             self.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 
 from lab import models, smollm
 from lab.engine import Ask, Engine, EngineFailed
+from lab.zygote import ForkedProcess
 from tests.system.e2e.conftest import References, Rig
 
 PROMPTS = models.prompts(2, 800)
@@ -87,13 +87,11 @@ def test_own_processes_concurrency_and_aborts(tiny: Path, tmp_path: Path) -> Non
         assert len(engine.processes()) >= 3
         answers = engine.generate(models.prompts(32, 200), max_tokens=4, concurrency=32)
         assert [len(a.tokens) for a in answers] == [4] * 32
-        aborted = engine.generate(
-            [
-                Ask(PROMPTS[0], max_tokens=2_000, abort_after_tokens=3),
-                Ask(PROMPTS[1], max_tokens=2_000, abort_after_s=0.5),
-            ],
-            concurrency=2,
-        )
+        asks = [
+            Ask(PROMPTS[0], max_tokens=2_000, abort_after_tokens=3),
+            Ask(PROMPTS[1], max_tokens=2_000, abort_after_s=0.5),
+        ]
+        aborted = engine.generate(asks, concurrency=2)
         assert [a.finish_reason for a in aborted] == ["abort", "abort"]
         assert 3 <= len(aborted[0].tokens) < 2_000
         with pytest.raises(EngineFailed, match="in_process=True"):
@@ -102,21 +100,23 @@ def test_own_processes_concurrency_and_aborts(tiny: Path, tmp_path: Path) -> Non
     assert not any(p.is_running() and p.status() != "zombie" for p in processes)
 
 
-def test_failures_are_told_with_the_log(tiny: Path, tmp_path: Path) -> None:
+def test_failures_are_told_with_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"kv_connector": "NoSuchConnector", "kv_role": "kv_both"}
-    failing = Engine(tiny, connector=wrong, log_path=tmp_path / "wrong.log")
+    failing = Engine(rig.tiny, connector=wrong, log_path=rig.tmp_path / "wrong.log")
     with pytest.raises(EngineFailed, match="NoSuchConnector"):
         failing.start()
     assert failing.processes() == []
 
-    with Engine(tiny, log_path=tmp_path / "engine.log") as engine:
+    with Engine(rig.tiny, log_path=rig.tmp_path / "engine.log") as engine:
         with pytest.raises(EngineFailed, match="type is not JSON serializable"):
             engine.call("builtins:type")
         assert "LLMEngine" in engine.call("builtins:repr")
         pending = engine.begin_generate([Ask(PROMPTS[0], max_tokens=3_000)])
-        engine.processes()[0].send_signal(signal.SIGKILL)
+        engine.processes()[0].kill()
         with pytest.raises(EngineFailed, match="ended"):
             pending.result(timeout_s=30.0)
+        # The zygote may report later than the kernel that a process has ended.
+        monkeypatch.setattr(ForkedProcess, "poll", lambda _: None)
 
 
 def test_an_interrupt_of_the_launch_is_passed_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
