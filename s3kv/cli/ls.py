@@ -47,19 +47,21 @@ def ls(
         else:
             place = await walk.resolve(store, config.prefix, namespace)
             found, under = [await walk.describe(store, place)], place.root
-        if not summary and namespace is None and disk is None:
-            _print_namespaces(found, as_json)
-            return
-        with show.bars() as on_progress:
-            found = await walk.count(
-                store, config.prefix, found, now_s(), under, on_progress=on_progress
-            )
+        counts = summary or namespace is not None or disk is not None
+        if counts:
+            with show.bars() as on_progress:
+                found = await walk.count(
+                    store, config.prefix, found, now_s(), under, on_progress=on_progress
+                )
         if as_json:
             for one in found:
-                print_json(_counted(one), indent=None)
-        else:
+                print_json(_counted(one) if counts else _named(one), indent=None)
+        elif counts:
             fields = walk.differing(found) if namespace is None else None
             _print_summary(found, fields, on_disk=disk is not None)
+        else:
+            rows = [(one.namespace.digest, one.model or "–") for one in found]
+            show.print_table(["namespace", "model"], rows)
 
     on_bucket_or_disk(config, disk, run)
 
@@ -81,15 +83,6 @@ def _counted(one: NamespaceContent) -> dict[str, Any]:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
-
-
-def _print_namespaces(found: Sequence[NamespaceContent], as_json: bool) -> None:
-    if as_json:
-        for one in found:
-            print_json(_named(one), indent=None)
-        return
-    rows = [(one.namespace.digest, one.model or "–") for one in found]
-    show.print_table(["namespace", "model"], rows)
 
 
 def _print_summary(

@@ -66,10 +66,6 @@ class Verification:
     undecoded: int = 0
     encrypted: int = 0
 
-    @property
-    def is_clean(self) -> bool:
-        return not (self.damaged or self.unjudged or self.undecoded)
-
 
 @click.command(epilog=EPILOG)
 @click.argument("key", required=False)
@@ -122,7 +118,8 @@ def verify(
         print_json(asdict(found))
     elif not is_missing:
         _print(found)
-    raise SystemExit(0 if found.is_clean and not is_missing else FOUND)
+    is_bad = found.damaged or found.unjudged or found.undecoded or is_missing
+    raise SystemExit(FOUND if is_bad else 0)
 
 
 async def sample(
@@ -195,8 +192,7 @@ class Verifier:
     async def _refusal(
         self, address: ChunkAddress, info: ObjectInfo
     ) -> Mismatch | Literal["gone"] | None:
-        """The reason why a listed object is not the one its key names; "gone" if it was deleted or
-        replaced since."""
+        """Why a listed object is not the one its key names; "gone": deleted or replaced since."""
         if info.nbytes > MAX_OBJECT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))
@@ -206,9 +202,8 @@ class Verifier:
         return refusal_of(self.config, address, buffer)
 
     async def _can_judge(self, namespace: Namespace) -> bool:
-        """Whether the manifest names the same integrity, mode and key, as the settings. Without a
-        manifest the answer is yes, unless the mode needs a secret: with a wrong one everything
-        looks forged."""
+        """Whether the manifest names the integrity, mode and key, of the settings. Without one,
+        yes, unless the mode needs a secret: with a wrong one everything looks forged."""
         async with self._judging:
             if namespace not in self._judged:
                 ours = Integrity.of(self.config).identity()

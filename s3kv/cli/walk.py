@@ -86,8 +86,7 @@ async def resolve(store: Inventory, prefix: str, start: str) -> keys.Namespace:
 
 
 async def describe(store: Inventory, namespace: keys.Namespace) -> NamespaceContent:
-    """A namespace, which need not exist, with its manifest and nothing counted. Raises
-    `StoreError`."""
+    """A namespace, which may not exist, with its manifest, uncounted. Raises `StoreError`."""
     came = await tried(lambda: read_small(store, namespace.manifest, MAX_MANIFEST_BYTES))
     text = b"" if came is None else came[1]
     is_its_own = hashlib.sha256(text).hexdigest().startswith(namespace.digest)

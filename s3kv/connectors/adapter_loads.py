@@ -47,8 +47,7 @@ NO_STEP = AdapterStep(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter as it was loaded. name: the part of the adapter that vLLM hashes. digest: of its
-    files."""
+    """An adapter as it was loaded. name: what vLLM hashes of it. digest: of its files."""
 
     name: str
     digest: bytes
@@ -92,8 +91,7 @@ class AdapterLoads:
         self._manager: Any = None
         self._by_id: dict[int, tuple[str, LoadedAdapter]] = {}
         self._contents: dict[str, bytes | None] = {}
-        """By the name under which vLLM shares KV: the digest of all loads; None if they differ or
-        if one is unknown."""
+        """By the name under which vLLM shares KV: the digest of all loads; None: it is unknown."""
         self._step = NO_STEP
         self._has_changed = False
         """Whether the content of a name has changed since the last report."""
@@ -119,8 +117,7 @@ class AdapterLoads:
         return not self._has_changed and self._step.reported >= self._change_step
 
     def report(self) -> AdapterReport:
-        """The adapters that are loaded now and whose content is known for certain. Called once per
-        step, at its end."""
+        """The adapters loaded now whose content is certain. Called once per step, at its end."""
         if self._has_changed:
             self._has_changed, self._change_step = False, self._step.number
         loaded = () if self._manager is None else self._manager.list_adapters()

@@ -63,8 +63,7 @@ class KnownAdapters:
     # --- steps -----------------------------------------------------------------------------
 
     def next_step(self) -> AdapterStep:
-        """Number a step that is being planned. Returns this number and that of the last reported
-        step."""
+        """Number a step that is being planned. Returns this and the last reported number."""
         self._step = AdapterStep(self._step.number + 1, self._step.reported)
         return self._step
 

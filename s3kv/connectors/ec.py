@@ -97,8 +97,7 @@ class S3ECConnector(ECConnectorBase):
     # --- both ------------------------------------------------------------------------------
 
     def get_ec_connector_stats(self) -> S3ECStats | None:
-        """The statistics, from the scheduler's side alone: it has the workers' counts from their
-        reports."""
+        """The statistics, from the scheduler's side alone, which has the workers' reports."""
         return self._scheduler.stats() if self.role is ECConnectorRole.SCHEDULER else None
 
     def shutdown(self) -> None:

@@ -265,8 +265,7 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _content(name: str) -> str | None:
-    """The value of a variable; of a ..._CONFIG that names a file, a digest of the file, which vLLM
-    reads."""
+    """The value of a variable; of a ..._CONFIG, the digest of the file that it names, if any."""
     value = os.environ[name]
     return file_digest(value) if name.endswith("_CONFIG") and os.path.isfile(value) else value
 
@@ -280,8 +279,7 @@ def _multimodal(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | None:
-    """The part of the fingerprint for speculative decoding. A draft model's KV shares the chunks of
-    the model's KV."""
+    """The part for speculative decoding. A draft model's KV shares the chunks of the model's."""
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     found = fields(speculative, _SPECULATIVE)
     draft = getattr(speculative, "draft_model_config", None)
@@ -298,8 +296,7 @@ def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | No
 
 
 def _attention_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """Names of the attention backends. Backends may lay out the same shape differently, as those
-    for the CPU do."""
+    """Names of the attention backends. Those for the CPU lay out one shape differently."""
     layers = vllm_config.compilation_config.static_forward_context
     names = (n for group in kv_cache_config.kv_cache_groups for n in group.layer_names)
     backends = (getattr(layers.get(name), "attn_backend", None) for name in names)

@@ -30,8 +30,7 @@ from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
 ANNOUNCES_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether vLLM calls the workers' connectors before it unmaps the KV cache's memory, as 0.33
-does."""
+"""Whether vLLM, as 0.33 does, calls workers' connectors before it unmaps the KV cache's memory."""
 
 if TYPE_CHECKING:
     import torch

@@ -119,8 +119,7 @@ def _check_states(vllm_config: VllmConfig) -> None:
 
 
 def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `UnsupportedError` if s3kv cannot follow tables whose blocks are given up before the
-    request ends."""
+    """Raise `UnsupportedError` if s3kv cannot follow tables that lose blocks before the end."""
     groups = kv_cache_config.kv_cache_groups
     speculative = vllm_config.speculative_config
     if any(group.is_eagle_group for group in groups) or (
@@ -191,8 +190,7 @@ def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
 def states_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coverage: Coverage
 ) -> dict[str, Any]:
-    """Meaning of the pages of states, for the fingerprint; empty for other kinds. The layout shows
-    their bytes alone."""
+    """Meaning of the pages of states, whose layout shows bytes alone; empty for other kinds."""
     if not coverage.kind.is_sparse:
         return {}
     groups = kv_cache_config.kv_cache_groups

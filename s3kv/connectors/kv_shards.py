@@ -69,8 +69,7 @@ def _has_heads(model: ModelConfig, heads: int) -> bool:
 
 
 def _head_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
-    """The numbers of KV heads in a configuration, at every depth; None for one that cannot be
-    read."""
+    """The numbers of KV heads in a configuration, at every depth; None: it cannot be read."""
     for name, value in config.items():
         counts = _HEAD_COUNT.search(str(name)) is not None
         for element in value if isinstance(value, (list, tuple)) else [value]:

@@ -53,8 +53,7 @@ not pinned. A copy that runs on after the wait fails the engine."""
 
 
 class WorkerSide(Guarded):
-    """The worker's side of one rank. It is made before the KV caches exist, and serves from
-    `register` on."""
+    """The worker's side of one rank, made before the KV caches. It serves from `register` on."""
 
     def __init__(
         self,

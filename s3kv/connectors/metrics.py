@@ -110,7 +110,8 @@ class Exported:
                 name=f"{self.namespace}{name}",
                 documentation=metric.doc,
                 labelnames=[*labelnames, *metric.labels],
-                **_more(metric),
+                **({"buckets": metric.buckets} if metric.kind == "histogram" else {}),
+                **({"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}),
             )
             for engine, values in per_engine_labelvalues.items():
                 for key in metric.keys(name):
@@ -129,12 +130,6 @@ class Exported:
                 series.set(value)
             else:
                 series.inc(value * metric.scale)
-
-
-def _more(metric: Metric) -> dict[str, Any]:
-    if metric.kind == "histogram":
-        return {"buckets": metric.buckets}
-    return {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
 
 
 class S3KVPromMetrics(Exported, KVConnectorPromMetrics):

@@ -171,8 +171,7 @@ class _Tensor(msgspec.Struct):
 
 
 def _parts(path: Path, size: int) -> list[FileRange]:
-    """The spans of a safetensors file's header and of each of its tensors; none for a file in
-    another format."""
+    """The spans of a safetensors file's header and tensors; none for a file in another format."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _HEADER_MAX_BYTES):

@@ -44,8 +44,7 @@ from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome, Tally
 
 _AGAIN_PER_STEP = 32
-"""Most given-up uploads that are planned again in one step. Each takes the engine's thread 3 to
-5 µs."""
+"""Most given-up uploads that are planned again in a step. Each takes the engine's thread 5 µs."""
 
 
 class ChunkState(enum.Enum):

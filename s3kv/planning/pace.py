@@ -229,8 +229,7 @@ class Pace(FetchPace):
     def _expected(
         self, time: Callable[[FetchTime, float], float | None], load: float, *, near: bool
     ) -> float | None:
-        """Seconds of a fetch: of the bucket and the sources of this host, by their shares of the
-        recent hits."""
+        """Seconds of a fetch: of bucket and this host's sources, by their shares of recent hits."""
         there = time(self.of(near=near), load)
         if near or not self.near_share or (here := time(self.near, load)) is None:
             return there

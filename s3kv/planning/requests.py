@@ -167,8 +167,7 @@ class PlannedRequest:
         probe_chunks: int,
         limits: RequestLimits = NO_LIMITS,
     ) -> PlannedRequest:
-        """Make the record of a request that has arrived, with a lookup per coverage. planned: as in
-        `Lookup`."""
+        """The record of a request that has arrived, with its lookups. planned: as in `Lookup`."""
         wait = Wait()
         lookups = tuple(
             StateLookup(request_id, ledger, coverage, hashes, wait, planned, 1)
@@ -192,8 +191,7 @@ class PlannedRequest:
         self.hashes.limit = None if most is None else (local_tokens + most) // size
 
     def use(self, tokens: int, now_s: float) -> None:
-        """Note the use of the chunks with which the engine begins after `tokens`, wherever they
-        come from."""
+        """Note the use of the chunks from anywhere with which the engine begins after `tokens`."""
         known = self.hashes.read()
         for lookup in self.lookups:
             coverage, index = lookup.coverage, lookup.ledger.index

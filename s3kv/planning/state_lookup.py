@@ -94,8 +94,7 @@ class StateLookup(Lookup):
                 return
 
     def _ask(self, position: int, now_s: float) -> bool:
-        """Order or join the fetch of a chunk, or find that it is gone. Returns False to stop here
-        for now."""
+        """Order or join the fetch of a chunk, or find it gone. Returns False to stop for now."""
         if position in self.pending:
             return True
         ledger, key = self.ledger, self.key(position)

@@ -60,20 +60,12 @@ def on(e: Engine, holder: str, **values: Any) -> None:
 model, cache, parallel = (partial(on, f"{name}_config") for name in ("model", "cache", "parallel"))
 
 
+def draft_of(e: Engine) -> Any:
+    return e.vllm.speculative_config.draft_model_config
+
+
 def draft_folder(e: Engine) -> Path:
-    return Path(e.vllm.speculative_config.draft_model_config.model)
-
-
-def draft_of_other_weights(e: Engine) -> None:
-    weights_of_an_update(e, draft_folder(e))
-
-
-def draft_of_other_code(e: Engine) -> None:
-    (draft_folder(e) / "modeling_draft.py").write_text("WINDOW = 1")
-
-
-def draft_on_a_hub(e: Engine) -> None:
-    e.set(e.vllm.speculative_config.draft_model_config, model="org/draft")
+    return Path(draft_of(e).model)
 
 
 @change
@@ -106,10 +98,6 @@ def humming(e: Engine, text: str, name: str = "humming") -> None:
     path = e.folder.parent / name
     path.write_text(text)
     e.patch.setenv(HUMMING, str(path))
-
-
-def gfx94x(e: Engine) -> None:
-    e.patch.setattr(type(current_platform), "is_fp8_fnuz", lambda *args: True)
 
 
 HUMMING = "VLLM_HUMMING_INPUT_QUANT_CONFIG"
@@ -187,7 +175,11 @@ CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
         lambda e: e.set(e.vllm, lora_config=SimpleNamespace(lora_dtype="float32")),
     ),
     ("kv_cache.dtype", "kv dtype", cache(cache_dtype="fp8_e4m3")),
-    ("kv_cache.dtype", "what an fp8 means", gfx94x),
+    (
+        "kv_cache.dtype",
+        "what an fp8 means",  # on AMD's gfx94x
+        lambda e: e.patch.setattr(type(current_platform), "is_fp8_fnuz", lambda *args: True),
+    ),
     ("kv_cache.unquantized_layers", "kv dtype", cache(kv_cache_dtype_skip_layers=["1"])),
     ("kv_cache.layout", "layout", lambda e: e.set(e.cache, kv_cache_layout="LHBNC")),
     ("kv_cache.page", "page", lambda e: setattr(e, "page", PAGE | {"chunk_blocks": 4})),
@@ -213,9 +205,9 @@ CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
     ("hash.python", "pickle", lambda e: e.patch.setattr(sys, "version_info", (3, 99, 0))),
 ]
 TOGETHER: list[tuple[str, Callable[[Engine], Any], Callable[[Engine], Any]]] = [
-    ("speculative.draft", drafts, draft_of_other_weights),
-    ("speculative.draft", drafts, draft_of_other_code),
-    ("speculative.draft", drafts, draft_on_a_hub),
+    ("speculative.draft", drafts, lambda e: weights_of_an_update(e, draft_folder(e))),
+    ("speculative.draft", drafts, lambda e: (draft_folder(e) / "modeling_own.py").write_text("")),
+    ("speculative.draft", drafts, lambda e: e.set(draft_of(e), model="org/draft")),
     ("processor.image", sees(), model(hf_image_processor_config={"image_mean": [0.5]})),
     ("processor.libraries", sees(), libraries),
     ("model.files", sees(), write("tokenizer_config.json", '{"processor_class": "Other"}')),

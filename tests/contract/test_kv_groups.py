@@ -273,8 +273,7 @@ def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any
 
 
 def test_the_kinds_of_layers_shorten_a_chunk(tiny_config: Any) -> None:
-    """A prompt's last state is after its last whole block, and a chunk divides local attention's
-    reach."""
+    """A prompt's last state is after its last block, and a chunk divides attention's reach."""
     near = dataclasses.replace(LOCAL, attention_chunk_size=384)
     for specs, chunk in (
         ((FULL,), 256),

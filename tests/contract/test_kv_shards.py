@@ -1,5 +1,4 @@
-"""Ranks of different sizes: which of them share, and that they read of each other what vLLM's own
-mapping of pages says they hold."""
+"""Ranks of different sizes: which share, and that they read what vLLM's mapping says is there."""
 
 from __future__ import annotations
 

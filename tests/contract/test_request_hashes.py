@@ -1,5 +1,4 @@
-"""Requests whose hashes do not say enough: those with an adapter, and those with embeddings. For
-images see test_media.py."""
+"""Requests whose hashes do not say enough: with adapters or embeddings. Images: test_media.py."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def test_a_prompt_of_embeddings_alone_is_cached_by_their_content() -> None:
 
 
 def test_token_ids_behind_embeddings_count() -> None:
-    """Some models read them beside the embeddings, and the first-generation runner the positions of
-    their placeholders."""
+    """Some models read them beside the embeddings, and the first runner their positions."""
     assert mixed(embedded=range(TOKENS), token=7)[0] != mixed(embedded=range(TOKENS))[0]
 
 

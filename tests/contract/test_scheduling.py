@@ -32,11 +32,6 @@ def engine_config(directory: Path) -> Any:
 both = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 
 
-def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 0.30 does: a request that is skipped keeps its place, whether it holds blocks or not."""
-    monkeypatch.setattr(Scheduler, "_holds_kv_blocks", staticmethod(lambda request: False))
-
-
 SEEDS = range(24)
 
 
@@ -119,8 +114,9 @@ def test_every_request_ends(
 def test_with_one_queue_for_both_some_lives_stop(
     engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the test before this one would find it."""
-    one_queue(monkeypatch)
+    """So the test before this one would find what 0.30 does: a request that is skipped keeps its
+    place, whether it holds blocks or not."""
+    monkeypatch.setattr(Scheduler, "_holds_kv_blocks", staticmethod(lambda request: False))
     parked = 0
     for seed in SEEDS[:8]:
         try:

@@ -1,5 +1,4 @@
-"""The documented installations, word for word, and the command line in an environment that has
-nothing else."""
+"""The documented installations, word for word, and the command line without anything else."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ def config_fields(package: Path) -> set[str]:
 
 
 def request_fields(package: Path) -> set[str]:
-    """`Class.field` of every field of the classes that carry requests, annotated or set when an
-    object is made."""
+    """`Class.field` of every field, annotated or set at first, of the classes of requests."""
     return {
         f"{group}.{field}"
         for group, file in REQUESTS.items()

@@ -128,8 +128,7 @@ def nbytes(quantity: str) -> int:
 
 
 def render(folder: Path) -> Rendered:
-    """What `kubectl apply --kustomize` would send. Without kubectl the test is skipped, on CI it
-    fails."""
+    """What `kubectl apply --kustomize` would send. Without kubectl: skipped, on CI a failure."""
     if shutil.which("kubectl") is None:
         pytest.fail("no kubectl") if os.environ.get("CI") else pytest.skip("no kubectl")
     done = subprocess.run(

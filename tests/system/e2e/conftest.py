@@ -462,8 +462,7 @@ def pictures(s3: S3Server, models_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 @dataclass(frozen=True)
 class Rig:
-    """What most tests take: the fixtures of these names, for a bucket and a folder of the test's
-    own."""
+    """What most tests take: the fixtures of these names, with its own bucket and folder."""
 
     tiny: Path
     models_dir: Path

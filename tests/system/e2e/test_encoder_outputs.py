@@ -121,8 +121,7 @@ def test_what_is_in_the_bucket_decides_about_the_tokens(
 
 @pytest.fixture(scope="module")
 def by_proxy(pictures: Pictures, s3: S3Server, filled: str) -> Iterator[tuple[Proxy, Engine]]:
-    """An engine, and what stands between it and the bucket. Each test asks for images of its
-    own."""
+    """An engine, and what is between it and the bucket. Each test has images of its own."""
     settings = {
         "max_wait_ms": 4_000,
         "request_timeout_ms": 10_000,

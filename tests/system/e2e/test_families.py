@@ -89,8 +89,7 @@ MAMBA2 = GRANITE4._replace(name="mamba2", objects=2, hit=784, short=384, chunk=0
 """Blocks of 16 tokens. Without full attention, the state at each end of a step within the prompt is
 saved: after 256 tokens and after 384."""
 QWEN3_NEXT = Case("qwen3_next", 2 + 1, 2_304, 2_304, 0, zeroed=(1,), dtype="bfloat16", states=True)
-"""Two blocks of 1,152 tokens, and a step ends with each. States are large: the last alone is
-saved."""
+"""Two blocks of 1,152 tokens, each a step. States are large: the last alone is saved."""
 CASES = (
     *(GEMMA3, GEMMA4, GEMMA4._replace(name="gemma4_shared"), LLAMA4),
     *(GEMMA3._replace(name=name) for name in ("cohere2", "gpt_oss", "llama")),

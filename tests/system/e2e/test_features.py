@@ -146,8 +146,7 @@ def test_logprobs_of_the_prompt_are_computed_and_what_is_computed_is_saved(lives
 
 
 def test_two_adapters_and_none_with_one_prompt(lives: Lives) -> None:
-    """Without an adapter it is served alone: in a batch with others, vLLM's CPU backend applies an
-    adapter to it."""
+    """Without an adapter it is served alone: in a batch, vLLM's CPU backend applies one to it."""
     prompt = next(PROMPTS)
     asks = [{"prompt": prompt, "adapter": lives.adapter(number)} for number in ADAPTERS]
     replies = lives.check(asks, [HIT] * 2) + lives.check([{"prompt": prompt}], [HIT])

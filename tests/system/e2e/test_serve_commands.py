@@ -33,8 +33,7 @@ on its speed, either."""
 
 @pytest.fixture
 def environment(tiny: Path, s3: S3Server, tmp_path: Path) -> dict[str, str]:
-    """A shell's, where `s3kv` and `vllm` are commands, `my-model` a folder, and `my-bucket` a
-    bucket."""
+    """A shell's, with the commands `s3kv` and `vllm`, the folder `my-model`, and `my-bucket`."""
     (tmp_path / "my-model").symlink_to(tiny)
     for name, module in (("s3kv", "s3kv.cli"), ("vllm", "vllm.entrypoints.cli.main")):
         command = tmp_path / name

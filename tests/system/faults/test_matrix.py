@@ -200,8 +200,7 @@ IN_FLIGHT = (
     "wrong-object",
     "trickle",
 )
-"""Cases that strike compressed objects, too: those that act on a body. And encrypted ones, but for
-the slow one."""
+"""Cases that strike compressed objects, too: those on a body. All but the slow: encrypted ones."""
 MORE: dict[str, dict[str, Any]] = {
     "compressed": {"compressed_segment_bytes": 4096, "least_compressed_bytes": 1},
     "encrypted": {"encrypted_segment_bytes": ENCRYPTED_SEGMENT_BYTES},

@@ -51,8 +51,7 @@ class Names:
         return not secrets or self.object_of(key) == key or self._known[key][1] == secrets[-1]
 
     def opened(self, key: str, data: bytes) -> bytes | None:
-        """The object inside of an encrypted one; any other as it is. None if it does not
-        decrypt."""
+        """The object inside of an encrypted one (None: damaged); any other as it is."""
         if key not in self._known:
             return None if ".encrypted." in key else data
         plain_key, secret = self._known[key]

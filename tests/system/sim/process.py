@@ -259,8 +259,7 @@ class Process:
         )
 
     def _check_slot(self, memory: memoryview, kind: JobKind = JobKind.FETCH) -> None:
-        """The disk or the codec uses it, so it has to be in the slot of such a job that has not
-        ended."""
+        """The disk or the codec uses it, so it is in the slot of such a job that has not ended."""
         slab = self._machine.slab.view
         at = _address(memory) - _address(slab)
         orders = (order for order in self.orders.values() if order.kind is kind)

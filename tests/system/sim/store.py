@@ -182,8 +182,7 @@ class Connection:
         self._listed_s = -math.inf
         """When the last listing began."""
         self.interruption: tuple[str, Callable[[], None]] | None = None
-        """Whether the process is stopped after its next "listing" or at its next "deletion", and
-        what stops it."""
+        """Whether the process stops after its next "listing" or at its next "deletion", and why."""
         self._running = asyncio.Event()
         self._running.set()
 

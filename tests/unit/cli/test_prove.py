@@ -25,8 +25,7 @@ PLANS: list[RunInputs] = []
 
 @pytest.fixture(autouse=True)
 def arms(monkeypatch: pytest.MonkeyPatch, boto: Any) -> dict[str, Any]:
-    """The facts of arms that are never run: `restart` by the keys; `raises` in place of them. They
-    leave an object in the bucket."""
+    """Facts of arms that never run: of `restart`; `raises` in their place. They leave an object."""
     told: dict[str, Any] = {"restart": {"connector_tokens": 900, "bucket_bytes": 1}}
 
     def run_arms(names: Sequence[str], plan: RunInputs, report: object) -> Iterator[Any]:

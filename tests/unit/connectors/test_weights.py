@@ -42,8 +42,7 @@ Model = tuple[Path, dict[str, tuple[Path, int, int]]]
 
 
 def build(place: Path) -> Model:
-    """Two shards of a little more than 16 MiB together, in matrices of 2 MiB and norms of 8 KiB;
-    where every tensor is."""
+    """Two shards of over 16 MiB, in matrices of 2 MiB and norms of 8 KiB; where each tensor is."""
     draw, where = random.Random(0), {}
     for shard in range(2):
         tensors = {}

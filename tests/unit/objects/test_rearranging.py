@@ -1,5 +1,4 @@
-"""A rank's chunk, put together of what ranks of other sizes have stored, is what it would have
-stored itself."""
+"""A chunk put together of what ranks of other sizes stored is what the rank would have stored."""
 
 from __future__ import annotations
 

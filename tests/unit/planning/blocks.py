@@ -160,8 +160,7 @@ class BlockPool:
         request.tables = []
 
     def remember(self, request: Request, tokens: int) -> None:
-        """The blocks of the request's first `tokens`, as far as those are known, are findable; of
-        the states, that after all of them."""
+        """The blocks of the request's first `tokens` are findable; of the states, the last."""
         for number, (table, spec) in enumerate(zip(request.tables, self._specs, strict=True)):
             size, first = spec.block_tokens, spec.block_tokens
             if isinstance(spec.kind, States):

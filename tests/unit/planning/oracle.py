@@ -116,8 +116,7 @@ class Oracle:
         self._key_of.update((job.job_id, job.key) for job in (*plan.saves, *plan.jobs))
 
     def check_limits(self, plan: StepPlan, running: Sequence[Request]) -> None:
-        """Every chunk that is saved belongs to a request that lets it be saved. The hashes are
-        those of before the first reset."""
+        """A chunk that is saved is of a request that allows that. Hashes: before any reset."""
         size = self._setup.chunk_tokens
         allowed = {
             hash_of(prefix)

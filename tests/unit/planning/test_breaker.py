@@ -27,17 +27,12 @@ def in_state(state: BreakerState) -> Breaker:
     return breaker
 
 
-def fail_twice(breaker: Breaker) -> None:
-    breaker.failed(NOW_S)
-    breaker.failed(NOW_S)
-
-
 BREAKER_EVENTS: dict[str, Callable[[Breaker], object]] = {
     "asked": lambda breaker: breaker.allows(NOW_S),
     "asked too early": lambda breaker: breaker.allows(NOW_S - 0.9),
     "succeeded": lambda breaker: breaker.succeeded(),
     "failed": lambda breaker: breaker.failed(NOW_S),
-    "failed twice": fail_twice,
+    "failed twice": lambda breaker: [breaker.failed(NOW_S) for _ in range(2)],
     "ended without the store": lambda breaker: breaker.saw(Outcome.OK, NOW_S, near=True),
 }
 

@@ -69,8 +69,7 @@ class Engine:
                 self.slab[at] = (end, order.key.block_hash)
 
     def _pass(self) -> None:
-        """One scheduling pass: some of the requests that may be scheduled are, some items of the
-        engine's own cache make room."""
+        """One scheduling pass: it schedules some requests, and drops some of the engine's items."""
         freed = [i for i in list(self.cache) if self.draw.random() < 0.2]
         for identifier in freed:
             del self.cache[identifier]

@@ -1,5 +1,4 @@
-"""Near fetches: while the bucket is away, this host's disk is asked alone. What it answers says
-nothing about the bucket."""
+"""Near fetches: while the bucket is away, this host's disk is asked, which tells nothing of it."""
 
 from __future__ import annotations
 

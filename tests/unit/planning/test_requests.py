@@ -1,5 +1,4 @@
-"""The table of a request, walked in full: every event in every state leads where it should or
-raises."""
+"""The table of a request, in full: every event in every state leads where it should or raises."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ def test_a_deadline_takes_the_last_state_that_is_there() -> None:
 
 
 def longest(there: dict[Coverage, set[int]], local_tokens: int, tokens: int) -> int:
-    """Tokens of the longest resume behind the local ones for which every group has what it needs,
-    by trying all."""
+    """Tokens of the longest resume for which every group has what it needs, by trying all."""
     own = set(range(local_tokens // CHUNK))
     ends = [
         end

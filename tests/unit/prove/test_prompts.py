@@ -16,14 +16,10 @@ def encode(text: str) -> list[int]:
     return [WORDS.setdefault(word, len(WORDS)) for word in re.findall(r"\d|\w+|\W", text)]
 
 
-def decode(tokens: list[int]) -> str:
-    return "".join(list(WORDS)[token] for token in tokens)
-
-
 @pytest.mark.parametrize("longest", [LEAST_TOKENS, 1_000, 4_096, 5_000])
 def test_a_prompt_plants_its_code_once_and_asks_for_it(longest: int) -> None:
     for prompt in make_prompts(encode, longest, 8, seed=0):
-        text = decode(prompt.tokens)
+        text = "".join(list(WORDS)[token] for token in prompt.tokens)
         assert text.count(prompt.code) == 1
         subject = re.search(rf"the code of ([\w ]+) is {prompt.code}\."[1:], text)
         assert text.endswith(f"the code of {subject[1]} is")

@@ -1,5 +1,4 @@
-"""The suite on every store: moto, SeaweedFS, Ceph, the environment's, the reference; and on those
-that encrypt."""
+"""The suite on every store: moto, SeaweedFS, Ceph, the environment's, the reference, encrypted."""
 
 from __future__ import annotations
 

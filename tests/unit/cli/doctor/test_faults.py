@@ -35,8 +35,7 @@ OBJECTS_ARN = f"{BUCKET_ARN}/s3kv/*"
 
 @dataclass
 class Ground:
-    """A server with an empty bucket, and a proxy before it. arguments: for doctor, beside those
-    that name the bucket."""
+    """A server with an empty bucket behind a proxy. arguments: doctor's, but for the bucket."""
 
     is_real: bool
     between: Proxy

@@ -20,8 +20,7 @@ from tests.unit.device.caches import Shape, build
 
 
 class Refusing:
-    """A CUDA runtime that registers `limit` pieces and then no more, and gives back none of those
-    in `kept`."""
+    """A CUDA runtime that registers `limit` pieces, and gives back none of those in `kept`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

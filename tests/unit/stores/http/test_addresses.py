@@ -82,8 +82,7 @@ async def test_an_address_that_failed_comes_last_for_a_while(
 
 
 class Servers:
-    """Servers at several addresses with one port. requests: by address. silent: these read and do
-    not answer."""
+    """Servers at several addresses with one port. requests: by address. silent: only read."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.requests: Counter[str] = Counter()
