@@ -84,7 +84,10 @@ RGW: no bucket, no credentials, wrong ones, each missing permission, the wrong r
 clock, path style only, no conditional PUT, checksums refused, no server. `test_host.py` beside it
 shows its findings on the host. `doctor` may run beside engines: the memory that their slabs have
 counts as available, and `--workers` is the number of all their workers. The slab is a memory file,
-so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`.
+so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`. With a tier, from
+`--config` with all of `--kv-transfer-config`, `doctor` compares `cpu_bytes_to_use` with the memory
+and with `/dev/shm`, for one engine; what a running engine of that kind has does not count as
+available.
 
 `verify` verifies an object by its key and the settings, and takes only the tensors from its
 header. An engine treats an object that `verify` refuses as a miss. An object is a safetensors

@@ -1,5 +1,4 @@
-"""Parts shared by all commands: the options that name a bucket, types of options, exit codes, the
-client, JSON."""
+"""Parts shared by all commands: options, their types, exit codes, the client, JSON."""
 
 from __future__ import annotations
 
@@ -33,8 +32,10 @@ EXIT CODES
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
-_TIER_OPTIONS = ("type", "module_path", "locality", "backpressure")
-"""Options of a tier that are vLLM's own."""
+_TIER_OPTIONS = ("type", "module_path", "locality", "backpressure", "cpu_bytes_to_use")
+"""Options of a tier that are vLLM's own, and the memory of the connector around it."""
+_NAMED = ("bucket", "prefix", "region", "endpoint_url", "host_bytes")
+"""Settings that have options of their own."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _T = TypeVar("_T")
 
@@ -47,6 +48,13 @@ def parse(settings: Mapping[str, Any]) -> Config:
     vllms_own = _TIER_OPTIONS if settings.get("type") == "s3kv" else ()
     ours = {name: value for name, value in settings.items() if name not in vllms_own}
     return Config.parse(ours, source="the command line or its file of settings")
+
+
+def with_region(settings: Mapping[str, Any]) -> tuple[Config, int | None]:
+    """The settings, and if they are a tier's, the memory of vLLM's OffloadingConnector around it,
+    in bytes; 0: it is not given."""
+    given = settings.get("cpu_bytes_to_use", 0) if settings.get("type") == "s3kv" else None
+    return parse(settings), given if isinstance(given, int | None) else 0
 
 
 def with_settings(
@@ -72,7 +80,7 @@ def with_settings(
     @json_option
     @functools.wraps(command)
     def wrapped(*, file: Path | None, assign: tuple[str, ...], **options: Any) -> None:
-        named = {n: options.pop(n) for n in ("bucket", "prefix", "region", "endpoint_url")}
+        named = {name: options.pop(name) for name in _NAMED if name in options}
         with reporting_errors():
             settings = read_settings(file, named, assign)
             if options.get("disk") is not None:
@@ -114,7 +122,9 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} is not a JSON object")
     from s3kv.prove.arms import extra_of, settings_of  # most commands have no such file
 
-    return dict(settings_of(held) or extra_of(held))
+    around: dict[str, Any] = {}
+    settings = settings_of(held, around) or extra_of(held)
+    return settings | {name: around[name] for name in ("cpu_bytes_to_use",) if name in around}
 
 
 def duration(text: str) -> float:

@@ -100,7 +100,6 @@ def prove(
     arms: str,
     connector: str,
     connector_json: str | None,
-    host_bytes: str | None,
     prompts: int,
     longest: int,
     seed: int,
@@ -118,7 +117,6 @@ def prove(
     server_of(model)
     given = given_options(options)
     refuse_connectors(given)
-    config |= {} if host_bytes is None else {"host_bytes": host_bytes}
     names, workers = _names(arms), sizes(given)[1]
     transfer = (
         _given_connector(connector_json)

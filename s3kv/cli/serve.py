@@ -76,7 +76,6 @@ def serve(
     model: str,
     options: tuple[str, ...],
     connector: str,
-    host_bytes: str | None,
     encoder_outputs: bool | None,
     only_print: bool,
 ) -> None:
@@ -89,7 +88,6 @@ def serve(
     """
     program, given, notes = server_of(model), given_options(options), []
     refuse_connectors(given)
-    config |= {} if host_bytes is None else {"host_bytes": host_bytes}
     settings, multi_modal = parse(config), is_multi_modal(model, given)
     if multi_modal is None:
         notes.append(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,18 @@ class RunInputs:
     seed: int
 
 
-def settings_of(connector: dict[str, Any]) -> dict[str, Any] | None:
+def settings_of(
+    connector: dict[str, Any], around: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
     """The settings of s3kv inside a transfer config: of our connector, of our tier, or of either in
-    a MultiConnector. The part itself, so that a change reaches the connector; None in another's."""
+    a MultiConnector. The part itself, so that a change reaches the connector; None in another's.
+    around: takes the options of the connectors around it."""
     extra = extra_of(connector)
     for parts in (extra.get("connectors"), extra.get("secondary_tiers")):
         for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and (held := settings_of(part)) is not None:
+            if isinstance(part, dict) and (held := settings_of(part, around)) is not None:
+                if around is not None:
+                    around.update(extra)
                 return held
     return extra if "bucket" in extra or extra.get("type") == "s3kv" else None
 
@@ -123,16 +128,11 @@ def _argv(name: str, arm: Arm, plan: RunInputs) -> list[str]:
 def _connector(name: str, plan: RunInputs, stack: ExitStack) -> dict[str, Any]:
     if name != "away":
         return dict(plan.connector)
-    url = stack.enter_context(_silent_server())
+    # The kernel accepts connections, and nobody answers them.
+    server = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0), backlog=4096)))
+    url = f"http://127.0.0.1:{server.getsockname()[1]}"
     silent = {"endpoint_url": url, "on_unavailable": "serve", "drain_timeout_s": 1.0}
     return with_settings(plan.connector, **silent)
-
-
-@contextmanager
-def _silent_server() -> Iterator[str]:
-    """URL of a port whose connections are accepted, by the kernel, and never answered."""
-    with closing(socket.create_server(("127.0.0.1", 0), backlog=4096)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def _run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from uuid import uuid4
 
 import click
@@ -13,7 +14,7 @@ from rich.text import Text
 from s3kv.cli import show
 from s3kv.cli.doctor import bucket, disk, host, master_keys
 from s3kv.cli.doctor.findings import Finding, is_healthy
-from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_settings
+from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_region, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.stores.s3.s3_store import MAX_PUT_BYTES
@@ -44,9 +45,14 @@ _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red", "skipped": "
     show_default=True,
     help="The engine's --prefix-caching-hash-algo.",
 )
-@with_settings
+@partial(with_settings, parsed=with_region)
 def doctor(
-    config: Config, read_only: bool, bandwidth: int, workers: int, hash_algo: str, as_json: bool
+    config: tuple[Config, int | None],
+    read_only: bool,
+    bandwidth: int,
+    workers: int,
+    hash_algo: str,
+    as_json: bool,
 ) -> None:
     """Check access from this host to the bucket, and print a remedy for each fault.
 
@@ -62,10 +68,12 @@ def doctor(
     if bandwidth > MAX_PUT_BYTES:
         told = f"--bandwidth is {show.size(bandwidth)}: allowed is at most "
         raise ConfigError(told + show.size(MAX_PUT_BYTES))
-    findings = bucket.examine(config, uuid4().hex, bandwidth_bytes=bandwidth, read_only=read_only)
-    findings += disk.examine(config, time.perf_counter, read_only=read_only)
-    findings += master_keys.examine(config, time.perf_counter)
-    findings += host.examine(config, host.look(os.environ), workers=workers, algorithm=hash_algo)
+    ours, region = config
+    findings = bucket.examine(ours, uuid4().hex, bandwidth_bytes=bandwidth, read_only=read_only)
+    findings += disk.examine(ours, time.perf_counter, read_only=read_only)
+    findings += master_keys.examine(ours, time.perf_counter)
+    facts = host.look(os.environ)
+    findings += host.examine(ours, facts, workers=workers, algorithm=hash_algo, region=region)
     healthy = is_healthy(findings)
     if as_json:
         print_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})

@@ -68,13 +68,15 @@ def look(environment: Mapping[str, str]) -> Host:
     )
 
 
-def examine(config: Config, host: Host, *, workers: int, algorithm: str) -> list[Finding]:
+def examine(
+    config: Config, host: Host, *, workers: int, algorithm: str, region: int | None = None
+) -> list[Finding]:
     """Check the facts about a host. Pure. workers: of all engines on this host. algorithm: vLLM's
-    prefix_caching_hash_algo."""
+    prefix_caching_hash_algo. region: as of `with_region`, of one engine."""
     return [
-        _memory(config, host, workers),
-        _shm(host, workers),
-        _memlock(config, host),
+        _memory(config, host, workers, region),
+        _shm(host, workers, region or 0),
+        _memlock(host, config.host_bytes if region is None else region),
         _hash_seed(host.hash_seed, algorithm),
         _vllm(host.vllm),
         _compression(config, host.decoded_bytes_per_s),
@@ -82,49 +84,55 @@ def examine(config: Config, host: Host, *, workers: int, algorithm: str) -> list
     ]
 
 
-def _memory(config: Config, host: Host, workers: int) -> Finding:
-    if host.slab_error:
+def _memory(config: Config, host: Host, workers: int, region: int | None) -> Finding:
+    if region == 0:
+        told = "cpu_bytes_to_use, a number, is not given, and vLLM does not start without it"
+        return Finding("memory", "warning", told, "give --config all of --kv-transfer-config")
+    if host.slab_error and region is None:
         remedy = "allow memfd_create(2) and its sealing: a seccomp profile may forbid them"
         return Finding("memory", "fault", host.slab_error, remedy)
-    times = "" if workers == 1 else f" × {workers} workers"
-    told = (
-        f"host_bytes is {config.host_bytes:,}{times}; {host.available_bytes:,} bytes are available"
-    )
-    if config.host_bytes * workers <= host.available_bytes:
+    name, given, times = "host_bytes", config.host_bytes, workers
+    if region is not None:
+        name, given, times = "cpu_bytes_to_use", region, 1
+    each = f"{given:,}" if times == 1 else f"{given:,} × {times} workers"
+    told = f"{name} is {each}; {host.available_bytes:,} bytes are available"
+    if given * times <= host.available_bytes:
         return Finding("memory", "ok", told)
-    remedy = "set host_bytes lower, or give the container more memory"
+    remedy = f"set {name} lower, or give the container more memory"
     return Finding("memory", "fault", told, remedy)
 
 
-def _shm(host: Host, workers: int) -> Finding:
-    if workers == 1:
+def _shm(host: Host, workers: int, region: int) -> Finding:
+    if workers == 1 and not region:
         return Finding("shm", "ok", f"with one worker only vLLM's OffloadingConnector uses {SHM}")
     remedy = (
         f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "
         "medium: Memory mounted there"
     )
-    wanted = _SHM_BYTES_PER_WORKER * workers
+    wanted = _SHM_BYTES_PER_WORKER * workers * (workers > 1) + region
+    takes = [f"the queues of {workers} workers"] * (workers > 1)
+    takes += ["cpu_bytes_to_use"] * (region > 0)
+    told = f"vLLM may take {wanted:,} for {' and '.join(takes)}"
     if host.shm_bytes is None:
-        told = f"{SHM} does not exist, and vLLM needs it for its {workers} workers"
-        return Finding("shm", "fault", told, remedy)
-    told = f"{SHM} has {host.shm_bytes:,} bytes; vLLM's queues for {workers} workers may take "
+        return Finding("shm", "fault", f"{SHM} does not exist, and {told}", remedy)
+    told = f"{SHM} has {host.shm_bytes:,} bytes; {told}"
     if host.shm_bytes < wanted:
-        return Finding("shm", "warning", f"{told}{wanted:,}", remedy)
-    return Finding("shm", "ok", f"{told}{wanted:,}")
+        return Finding("shm", "fault" if host.shm_bytes < region else "warning", told, remedy)
+    return Finding("shm", "ok", told)
 
 
-def _memlock(config: Config, host: Host) -> Finding:
+def _memlock(host: Host, pinned_bytes: int) -> Finding:
     limit = host.memlock_bytes
     if limit is None:
         return Finding("memlock", "ok", "a process may lock any amount of memory")
     told = f"a process may lock {limit:,} bytes of memory"
     if isinstance(host.gpu, str) or host.gpu["device"] is None:
         return Finding("memlock", "ok", f"{told}; only pinning for a GPU would need more")
-    if limit >= config.host_bytes:
+    if limit >= pinned_bytes:
         return Finding("memlock", "ok", told)
     if host.gpu["pinned_bytes"] > limit:
         return Finding("memlock", "ok", f"{told}; this driver does not count pinned memory")
-    told += f", host_bytes is {config.host_bytes:,}: a driver may refuse to pin it all"
+    told += f", and a worker pins {pinned_bytes:,}: a driver may refuse that"
     remedy = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1"
     return Finding("memlock", "warning", told, remedy)
 

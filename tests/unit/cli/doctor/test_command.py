@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,14 @@ def test_options_reach_the_checks_of_the_host(run: Run, monkeypatch: pytest.Monk
     assert "3 workers" in found["shm"]["detail"]
     assert found["hash seed"]["status"] == "fault"
     assert found["put"]["detail"] == "not checked with --read-only"
+
+
+def test_the_memory_of_a_tier_is_its_connectors(run: Run, tmp_path: Path) -> None:
+    file, tiers = tmp_path / "transfer.json", [{"type": "s3kv", "bucket": "bkt"}]
+    extra = {"cpu_bytes_to_use": 2**50, "secondary_tiers": tiers}
+    several = {"connectors": [{"kv_connector": "x"}, {"kv_connector_extra_config": extra}]}
+    for held in (extra, several):
+        file.write_text(json.dumps({"kv_connector_extra_config": held}))
+        found = findings(run("doctor", *SMALL, "--config", str(file)))
+        assert [found[check]["status"] for check in ("memory", "shm")] == ["fault"] * 2
+        assert "cpu_bytes_to_use" in found["memory"]["detail"]

@@ -43,11 +43,9 @@ FINE = Host(
 )  # fmt: skip
 
 
-def judged(
-    facts: Host, *, workers: int = 1, algorithm: str = "sha256", compress: Any = "auto"
-) -> Mapping[str, Finding]:
+def judged(facts: Host, *, compress: Any = "auto", **options: Any) -> Mapping[str, Finding]:
     config = Config(bucket="bkt", host_bytes=4 * GIB, compress=compress)
-    found = examine(config, facts, workers=workers, algorithm=algorithm)
+    found = examine(config, facts, **{"workers": 1, "algorithm": "sha256", **options})
     return {finding.check: finding for finding in found}
 
 
@@ -67,6 +65,13 @@ def test_all_is_well() -> None:
         ({"shm_bytes": None}, {}, "shm", "ok", ""),
         ({"shm_bytes": None}, {"workers": 2}, "shm", "fault", "docker run --shm-size"),
         ({"shm_bytes": 64 * 2**20}, {"workers": 2}, "shm", "warning", "docker run --shm-size"),
+        ({"slab_error": "forbidden"}, {"region": 8 * GIB}, "memory", "ok", ""),
+        ({}, {"region": 17 * GIB}, "memory", "fault", "set cpu_bytes_to_use lower"),
+        ({}, {"region": 0}, "memory", "warning", "give --config all of --kv-transfer-config"),
+        ({}, {"region": 8 * GIB}, "shm", "ok", ""),
+        ({}, {"region": 8 * GIB, "workers": 2}, "shm", "warning", "docker run --shm-size"),
+        ({}, {"region": 8 * GIB + 1}, "shm", "fault", "docker run --shm-size"),
+        ({"memlock_bytes": 5 * GIB}, {"region": 8 * GIB}, "memlock", "warning", "ulimit -l"),
         ({"memlock_bytes": 8 * 2**20}, {}, "memlock", "warning", "ulimit -l unlimited"),
         ({"memlock_bytes": 8 * 2**20, "gpu": NO_GPU}, {}, "memlock", "ok", ""),
         ({"memlock_bytes": 8 * 2**20, "gpu": "not looked at"}, {}, "memlock", "ok", ""),
