@@ -30,7 +30,7 @@ from s3kv.connectors.linger import Linger
 from s3kv.connectors.log import PromptTraffic, start_line
 from s3kv.connectors.metrics import S3KVStats, Values
 from s3kv.connectors.request_hashes import RequestHashes
-from s3kv.connectors.request_params import read_limits
+from s3kv.connectors.request_params import read_limits, reads
 from s3kv.connectors.telemetry import KV_SHARES, Telemetry, host_gauges
 from s3kv.errors import UnsupportedError
 from s3kv.host.room import room_for
@@ -186,7 +186,7 @@ class SchedulerSide(Guarded):
     def _enter(self, request: Request, adapter: bytes | None, limits: RequestLimits) -> None:
         self.planner.add_request(request.request_id, self._hashes.of(request, adapter), limits)
         self.planner.bar(self._hashes.take_barred())
-        if not request.skip_reading_prefix_cache:
+        if reads(request):
             local, now_s = self._local_tokens(request), time.monotonic()
             self.planner.prefetch(request.request_id, local, now_s, tokens=request.num_tokens)
 
@@ -211,12 +211,14 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: (0, False))
     def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        request_id, reads = request.request_id, not request.skip_reading_prefix_cache
-        if reads and self.adapters.waits(request_id, time.monotonic()):
+        request_id, may_read = request.request_id, reads(request)
+        if may_read and self.adapters.waits(request_id, time.monotonic()):
             return None, False
         self._settle_adapter(request)
         now_s, tokens = time.monotonic(), request.num_tokens
-        answer = self.planner.lookup(request_id, computed_tokens, now_s, tokens=tokens, reads=reads)
+        answer = self.planner.lookup(
+            request_id, computed_tokens, now_s, tokens=tokens, reads=may_read
+        )
         self._traffic.looked_up(request_id, tokens, now_s, waits=answer.wait)
         if answer.wait:
             return None, False
@@ -238,8 +240,7 @@ class SchedulerSide(Guarded):
         return self.planner.bucket_tokens(request.request_id, external_tokens)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The plan of a step. If the planner has failed, the plan abandons the loads promised since
-        the last plan."""
+        """The plan of a step. If the planner has failed, it abandons the loads since the last."""
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
         return plan if plan is not None else StepPlan(abandons=tuple(unplanned))

@@ -3,8 +3,8 @@
     {"s3kv": {"save": false, "load": false, "max_save_tokens": 1024}}
 
 and vLLM's own `max_offload_tokens` and `max_load_tokens` beside it. Keys of other connectors are
-ignored. vLLM lets no connector refuse a request. So a request whose parameters cannot be read is
-served, but nothing of it is saved, in case its parameters forbid that.
+ignored, but for one (`reads`). vLLM lets no connector refuse a request. So a request whose
+parameters cannot be read is served, but nothing of it is saved, in case its parameters forbid that.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
     save_tokens = _least(own.max_save_tokens, given.max_offload_tokens, None if own.save else 0)
     load_tokens = _least(given.max_load_tokens, None if own.load else 0)
     return RequestLimits(save_tokens, load_tokens)
+
+
+def reads(request: Any) -> bool:
+    """Whether the bucket may serve the request. Not while another engine is to send its prompt:
+    `MultiConnector` has it wait for every connector, and takes it from the first, as NIXL, which
+    takes the mark away when it begins."""
+    params = request.kv_transfer_params
+    is_sent = isinstance(params, dict) and params.get("do_remote_prefill")
+    return not (request.skip_reading_prefix_cache or is_sent)
 
 
 def _least(*limits: int | None) -> int | None:

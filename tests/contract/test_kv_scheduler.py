@@ -209,6 +209,18 @@ def test_a_request_that_must_not_load_requests_nothing_from_the_bucket() -> None
     assert not fetched(scheduler)
 
 
+def test_a_prompt_that_another_connector_loads_waits_for_nothing_until_that_has_failed() -> None:
+    """`MultiConnector` has it wait for ours, too. NIXL takes the mark away when it begins."""
+    scheduler, params = side(), {"do_remote_prefill": True}
+    subject = request("r", kv_transfer_params=params)
+    assert looked_up(scheduler, subject) == (0, False)
+    assert not fetched(scheduler)
+    admitted(scheduler, subject)
+    params["do_remote_prefill"] = False
+    assert scheduler.lookup(subject, 0) == (None, False)
+    assert fetched(scheduler)
+
+
 def test_a_request_that_shares_a_name_with_another_image_is_no_longer_saved() -> None:
     scheduler = side()
     steps = []
