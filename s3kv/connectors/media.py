@@ -122,16 +122,16 @@ class MediaNames:
         self._capacity = capacity
         self._meanings: dict[bytes, bytes | None] = {}
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._meanings) >= self._capacity
+    def has(self, name: str) -> bool:
+        """Whether the name is remembered, as all are until the memory is full."""
+        return _short(name) in self._meanings
 
     def disputed(self, name: str, content: bytes | None) -> bool:
         """Whether `name` may have stood for anything but `content`. Unknown content (None) disputes
         the name, too. A new name is disputed if the memory is full."""
-        key = blake2b(name.encode(), digest_size=16).digest()
+        key = _short(name)
         if key not in self._meanings:
-            if self.is_full:
+            if len(self._meanings) >= self._capacity:
                 return True
             self._meanings[key] = content
         if content is None or self._meanings[key] != content:
@@ -140,9 +140,12 @@ class MediaNames:
         return False
 
 
+def _short(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=16).digest()
+
+
 def placed(feature: MultiModalFeatureSpec, content: bytes) -> bytes:
-    """The digest of `content` with the places that it fills in the prompt. A client may choose
-    those as well."""
+    """The digest of `content` with its places in the prompt, which a client may choose, too."""
     position = feature.mm_position
     mask = b"" if position.is_embed is None else position.is_embed.cpu().numpy().tobytes()
     place = f"{feature.modality}\0{position.length}\0".encode()

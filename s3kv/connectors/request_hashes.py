@@ -189,7 +189,8 @@ class RequestHashes:
                 contents.append(content)
             disputed |= self._is_disputed(feature.identifier, content)
         if disputed:
-            self._warn_once(_TOO_MANY_MEDIA if self._names.is_full else _UNKNOWN_MEDIA)
+            known = all(self._names.has(feature.identifier) for feature in features)
+            self._warn_once(_UNKNOWN_MEDIA if known else _TOO_MANY_MEDIA)
         return None if disputed else contents
 
     def _is_disputed(self, name: str, content: bytes | None) -> bool:

@@ -115,7 +115,11 @@ def test_what_a_session_is_given_later_is_not_cached() -> None:
 def test_names_beyond_the_memory_for_them_are_disputed(caplog: pytest.LogCaptureFixture) -> None:
     of = hashing()
     of._names = MediaNames(capacity=1)
-    assert hashes(request("r", picture("a"), picture("b", value=2)), of) == []
+    assert hashes(request("r", picture("a")), of)
+    assert hashes(request("s", picture("a", value=2)), of) == []
+    assert "one name has stood for two images" in caplog.text
+    assert "a million others came before" not in caplog.text
+    assert hashes(request("t", picture("b")), of) == []
     assert "a million others came before" in caplog.text
     names = MediaNames(capacity=1)
     assert not names.disputed("a", b"1")
