@@ -131,7 +131,9 @@ class ECSchedulerSide(Guarded):
             # That of the model's embeddings; the encoder's may be a multiple.
             width=int(vllm_config.model_config.get_inputs_embeds_size()),
             max_wait_s=config.max_wait_ms / 1000,
-            steps_inflight=1 + int(vllm_config.max_concurrent_batches),  # one to spare
+            # Twice: an encoder-only instance's output waits for no device. Its step waits, but only
+            # until the device has begun the step as many before.
+            steps_inflight=1 + 2 * int(vllm_config.max_concurrent_batches),
             may_load=may_load,
             may_save=may_save,
         )
@@ -151,8 +153,7 @@ class ECSchedulerSide(Guarded):
         )
 
     def shutdown(self) -> None:
-        """Close the I/O process and the slab. Idempotent. The workers keep the slab mapped until
-        they exit."""
+        """Close the I/O process and the slab, which workers keep mapped. Idempotent."""
         if self._tier is not None:
             self._tier.close()
 
@@ -160,8 +161,7 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: True)
     def ensure(self, request: Request, computed_tokens: int) -> bool:
-        """Whether the request may be scheduled now. Called in every pass for each request with
-        items."""
+        """Whether a request with items may be scheduled now. Called in every pass."""
         known = self._request(request)
         if known.settled and computed_tokens >= known.computed_tokens:
             return True
@@ -228,8 +228,7 @@ class ECSchedulerSide(Guarded):
             self.planner.allocated(request.request_id, item, time.monotonic(), saves=saves)
 
     def plan(self, output: SchedulerOutput) -> ItemPlan:
-        """End the pass. Returns the plan of its step; if the planner has failed, only the promised
-        loads."""
+        """End the pass. Returns its plan; if the planner has failed, only the promised loads."""
         plan = self._plan(output)
         due, self._due = self._due, {}
         self._promised.clear()

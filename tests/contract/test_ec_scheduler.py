@@ -102,6 +102,21 @@ def test_a_promised_item_is_loaded_even_if_everything_else_breaks(
     assert (data(side) or {})["internal_errors"] == 1
 
 
+def test_a_load_is_pinned_until_any_device_has_made_it(side: ECSchedulerSide) -> None:
+    """A step of `MMEncoderModelRunner` ends when the device has begun the one `depth` before it,
+    and as many may be under way."""
+    one, depth, pinned = request("r", feature()), vllm_config().max_concurrent_batches, []
+    arrive(side, one)
+    assert side.has(HASH)
+    side.allocated(one, 0)
+    side.plan(output())
+    side.on_finished(one)
+    for _ in range(2 * depth + 1):
+        side.plan(output())
+        pinned.append(bool(side.planner.ledger.table.statistics().pinned))
+    assert pinned == [True] * 2 * depth + [False]
+
+
 def test_a_request_that_has_all_it_needs_costs_a_dictionary_read(side: ECSchedulerSide) -> None:
     one = request("r", feature())
     arrive(side, one)
