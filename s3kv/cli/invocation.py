@@ -50,7 +50,7 @@ def parse(settings: Mapping[str, Any]) -> Config:
     return Config.parse(ours, source="the command line or its file of settings")
 
 
-def with_region(settings: Mapping[str, Any]) -> tuple[Config, int | None]:
+def with_tier_bytes(settings: Mapping[str, Any]) -> tuple[Config, int | None]:
     """The settings, and if they are a tier's, the memory of vLLM's OffloadingConnector around it,
     in bytes; 0: it is not given."""
     given = settings.get("cpu_bytes_to_use", 0) if settings.get("type") == "s3kv" else None

@@ -14,7 +14,7 @@ from rich.text import Text
 from s3kv.cli import show
 from s3kv.cli.doctor import bucket, disk, host, master_keys
 from s3kv.cli.doctor.findings import Finding, is_healthy
-from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_region, with_settings
+from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_tier_bytes, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.stores.s3.s3_store import MAX_PUT_BYTES
@@ -45,7 +45,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red", "skipped": "
     show_default=True,
     help="The engine's --prefix-caching-hash-algo.",
 )
-@partial(with_settings, parsed=with_region)
+@partial(with_settings, parsed=with_tier_bytes)
 def doctor(
     config: tuple[Config, int | None],
     read_only: bool,
@@ -68,12 +68,14 @@ def doctor(
     if bandwidth > MAX_PUT_BYTES:
         told = f"--bandwidth is {show.size(bandwidth)}: allowed is at most "
         raise ConfigError(told + show.size(MAX_PUT_BYTES))
-    ours, region = config
+    ours, tier_bytes = config
     findings = bucket.examine(ours, uuid4().hex, bandwidth_bytes=bandwidth, read_only=read_only)
     findings += disk.examine(ours, time.perf_counter, read_only=read_only)
     findings += master_keys.examine(ours, time.perf_counter)
     facts = host.look(os.environ)
-    findings += host.examine(ours, facts, workers=workers, algorithm=hash_algo, region=region)
+    findings += host.examine(
+        ours, facts, workers=workers, algorithm=hash_algo, tier_bytes=tier_bytes
+    )
     healthy = is_healthy(findings)
     if as_json:
         print_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})

@@ -69,14 +69,14 @@ def look(environment: Mapping[str, str]) -> Host:
 
 
 def examine(
-    config: Config, host: Host, *, workers: int, algorithm: str, region: int | None = None
+    config: Config, host: Host, *, workers: int, algorithm: str, tier_bytes: int | None = None
 ) -> list[Finding]:
     """Check the facts about a host. Pure. workers: of all engines on this host. algorithm: vLLM's
-    prefix_caching_hash_algo. region: as of `with_region`, of one engine."""
+    prefix_caching_hash_algo. tier_bytes: as of `with_tier_bytes`, of one engine."""
     return [
-        _memory(config, host, workers, region),
-        _shm(host, workers, region or 0),
-        _memlock(host, config.host_bytes if region is None else region),
+        _memory(config, host, workers, tier_bytes),
+        _shm(host, workers, tier_bytes or 0),
+        _memlock(host, config.host_bytes if tier_bytes is None else tier_bytes),
         _hash_seed(host.hash_seed, algorithm),
         _vllm(host.vllm),
         _compression(config, host.decoded_bytes_per_s),
@@ -84,16 +84,16 @@ def examine(
     ]
 
 
-def _memory(config: Config, host: Host, workers: int, region: int | None) -> Finding:
-    if region == 0:
+def _memory(config: Config, host: Host, workers: int, tier_bytes: int | None) -> Finding:
+    if tier_bytes == 0:
         told = "cpu_bytes_to_use, a number, is not given, and vLLM does not start without it"
         return Finding("memory", "warning", told, "give --config all of --kv-transfer-config")
-    if host.slab_error and region is None:
+    if host.slab_error and tier_bytes is None:
         remedy = "allow memfd_create(2) and its sealing: a seccomp profile may forbid them"
         return Finding("memory", "fault", host.slab_error, remedy)
     name, given, times = "host_bytes", config.host_bytes, workers
-    if region is not None:
-        name, given, times = "cpu_bytes_to_use", region, 1
+    if tier_bytes is not None:
+        name, given, times = "cpu_bytes_to_use", tier_bytes, 1
     each = f"{given:,}" if times == 1 else f"{given:,} × {times} workers"
     told = f"{name} is {each}; {host.available_bytes:,} bytes are available"
     if given * times <= host.available_bytes:
@@ -102,22 +102,22 @@ def _memory(config: Config, host: Host, workers: int, region: int | None) -> Fin
     return Finding("memory", "fault", told, remedy)
 
 
-def _shm(host: Host, workers: int, region: int) -> Finding:
-    if workers == 1 and not region:
+def _shm(host: Host, workers: int, tier_bytes: int) -> Finding:
+    if workers == 1 and not tier_bytes:
         return Finding("shm", "ok", f"with one worker only vLLM's OffloadingConnector uses {SHM}")
     remedy = (
         f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "
         "medium: Memory mounted there"
     )
-    wanted = _SHM_BYTES_PER_WORKER * workers * (workers > 1) + region
+    wanted = _SHM_BYTES_PER_WORKER * workers * (workers > 1) + tier_bytes
     takes = [f"the queues of {workers} workers"] * (workers > 1)
-    takes += ["cpu_bytes_to_use"] * (region > 0)
+    takes += ["cpu_bytes_to_use"] * (tier_bytes > 0)
     told = f"vLLM may take {wanted:,} for {' and '.join(takes)}"
     if host.shm_bytes is None:
         return Finding("shm", "fault", f"{SHM} does not exist, and {told}", remedy)
     told = f"{SHM} has {host.shm_bytes:,} bytes; {told}"
     if host.shm_bytes < wanted:
-        return Finding("shm", "fault" if host.shm_bytes < region else "warning", told, remedy)
+        return Finding("shm", "fault" if host.shm_bytes < tier_bytes else "warning", told, remedy)
     return Finding("shm", "ok", told)
 
 
