@@ -17,7 +17,6 @@ from s3kv.cli.app import cli
 from scripts import (
     compatibility,
     costs,
-    dashboard,
     format_example,
     metrics,
     reference,
@@ -163,7 +162,6 @@ def documents() -> dict[str, Callable[[], str]]:
     """Everything that is rendered: its path from the root, and what writes it."""
     return {
         "README.md": results.readme,
-        "deploy/grafana/s3kv.json": dashboard.page,
         "docs/api.md": reference.page,
         "docs/cli.md": command_line,
         "docs/compatibility.md": compatibility.page,

@@ -16,7 +16,8 @@ _BUILD = ("pyproject.toml", "Makefile", ".ci/*", "tests/conftest.py", "tests/cha
 PARTS: dict[str, tuple[str, ...]] = {
     "tests/system/deploy": (
         *("deploy/*", "terraform/*", "docs/operating.md", "docs/stores.md", "scripts/*"),
-        *("s3kv/config.py", "s3kv/metrics.py", "s3kv/cli/*", "vllm_s3kv.py", "lab/prometheus.py"),
+        *("s3kv/config.py", "s3kv/metrics.py", "s3kv/prices.py", "s3kv/cli/*", "vllm_s3kv.py"),
+        "lab/prometheus.py",
     ),
     "tests/system/infra": ("terraform/*", "deploy/*", "scripts/render_terraform.py", "lab/s3.py"),
     "tests/system/site": ("docs/*", "mkdocs.yml", "*.md", "scripts/*"),
