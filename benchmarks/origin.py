@@ -27,7 +27,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "planner": ("s3kv/host", "s3kv/planning"),
     "saving": _SERVING,
     "short": _SERVING,
-    "slow": _SERVING,
     "trace": (
         "benchmarks/simulation",
         "s3kv/host",

@@ -70,7 +70,6 @@ PROGRAMS = (
     Program("engine", server=True),
     Program("short", server=True),
     Program("saving", server=True),
-    Program("slow", server=True),
     Program("peers", server=True),
     Program("trace", trace=True),
 )

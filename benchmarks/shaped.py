@@ -10,7 +10,7 @@ of an object.
 It answers GET (with ranges), PUT (with If-None-Match), HEAD and DELETE of objects, a copy of an
 object onto itself, and a listing without common prefixes. It verifies no signature, and there is
 one bucket, `bench`, whose name may be in the path or in the host name. It prints its port as a
-line, takes another rate of all connections as a line, and ends with its stdin.
+line, and ends with its stdin.
 """
 
 from __future__ import annotations
@@ -80,10 +80,6 @@ class Link:
         """Most bytes to pass at once, so that links share their rates."""
         return PIECE_BYTES if self._bytes_per_s else 2**30
 
-    def limit(self, mb_per_s: float) -> None:
-        """Change the rate; 0: none."""
-        self._bytes_per_s = mb_per_s * 1e6
-
     def take(self, nbytes: int) -> float:
         """The time at which so many bytes have passed, if they begin as soon as the link is free
         (on the clock of `time.perf_counter`)."""
@@ -132,7 +128,7 @@ class Server:
 
     def __init__(self, shape: Shape, tls: ssl.SSLContext | None) -> None:
         self._shape, self._tls = shape, tls
-        self.host = Link(shape.host_mb_s)
+        self._host = Link(shape.host_mb_s)
         self._requests = Link(shape.requests_per_s / 1e6)
         self._objects: dict[str, Object] = {}
         self._writing = threading.Lock()
@@ -148,7 +144,7 @@ class Server:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls:
                 connection = self._tls.wrap_socket(connection, server_side=True)
-            links = (Link(self._shape.connection_mb_s), self.host)
+            links = (Link(self._shape.connection_mb_s), self._host)
             rest = b""
             while True:
                 while b"\r\n\r\n" not in rest:
@@ -282,12 +278,6 @@ class Running:
     url: str
     process: subprocess.Popen[str]
 
-    def limit(self, mb_per_s: float) -> None:
-        """Change the rate of all connections together."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{mb_per_s}\n")
-        self.process.stdin.flush()
-
 
 @contextmanager
 def shaped(shape: Shape, tls: str = "") -> Iterator[Running]:
@@ -342,8 +332,7 @@ def main() -> None:
     listener = socket.create_server((HOST, 0), backlog=256)
     threading.Thread(target=server.run, args=(listener,), daemon=True).start()
     print(listener.getsockname()[1], flush=True)
-    for line in sys.stdin:
-        server.host.limit(float(line))
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
