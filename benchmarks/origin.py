@@ -25,7 +25,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "engine": _SERVING,
     "peers": _SERVING,
     "planner": ("s3kv/host", "s3kv/planning"),
-    "saving": _SERVING,
     "short": _SERVING,
     "trace": (
         "benchmarks/simulation",

@@ -31,8 +31,7 @@ RENDERED = {
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
-    "saving": results.passes,
-    "short": results.passes,
+    "short": results.short,
 }
 
 
@@ -69,7 +68,6 @@ PROGRAMS = (
     Program("encoder", server=True),
     Program("engine", server=True),
     Program("short", server=True),
-    Program("saving", server=True),
     Program("peers", server=True),
     Program("trace", trace=True),
 )

@@ -6,7 +6,6 @@ whose connector comes and goes does not.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -16,9 +15,8 @@ from lab.neighbours import Neighbour
 
 
 def use(engine: Any, connector: str) -> None:
-    """For `Engine.call`, of an engine that has a connector and no request: serve with it
-    ("own"; only its loads: "loads", only its saves: "saves"), with one whose hooks do nothing
-    ("empty"), or with "none".
+    """For `Engine.call`, of an engine that has a connector and no request: serve with it ("own"),
+    with one whose hooks do nothing ("empty"), or with "none".
 
     vLLM looks for its connector in each step, so "none" is as good as an engine that was started
     without one. Threads and processes of its own connector stay.
@@ -31,10 +29,5 @@ def use(engine: Any, connector: str) -> None:
             "empty": tuple(Neighbour(config, role, caches) for role in KVConnectorRole),
             "none": (None, None),
         }
-    halves = {"loads", "saves"}
-    own = scheduler.connectors["own"][0]._scheduler.planner
-    own._settings = replace(
-        own._settings, may_load=connector != "saves", may_save=connector != "loads"
-    )
-    mine, workers = scheduler.connectors["own" if connector in halves else connector]
+    mine, workers = scheduler.connectors[connector]
     scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = mine, workers

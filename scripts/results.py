@@ -144,34 +144,23 @@ CONNECTORS = {
     "again": "no connector, once more",
     "empty": "a connector whose hooks do nothing",
     "own": "s3kv",
-    "loads": "s3kv, lookups alone",
-    "saves": "s3kv, saves alone",
 }
-"""The passes of `benchmarks/turns.py`."""
+"""The passes of `benchmarks/short.py`."""
 
 
-def passes(result: dict[str, Any]) -> str:
+def short(result: dict[str, Any]) -> str:
     """A table of the passes of one engine with each connector."""
-    medians = result["medians"]
-    figure, *others = medians["none"]
-    more = "".join(f" {other.replace('_', ' ')} |" for other in others)
     lines = [
         f"{result['machine']}; {result['prompts']}; {result['turns']} turns on each of "
         f"{result['engines']} engines.",
         "",
-        f"| | {figure.replace('_', ' ')} | relative to none | 95 % confidence interval |{more}",
-        "|---|---|---|---|" + "---|" * len(others),
+        "| | requests per s | relative to none | 95 % confidence interval |",
+        "|---|---|---|---|",
     ]
-    for name in medians:
+    for name, rate in result["requests_per_s"].items():
         ratio = result["ratio"].get(name, {"median": 1.0, "interval_95": None})
-        interval = ratio["interval_95"]
-        cells = [
-            f"{medians[name][figure]:,.2f}",
-            f"{ratio['median']:.3f}",
-            "{:.3f} to {:.3f}".format(*interval) if interval else "–",
-            *(f"{medians[name][other]:,.0f}" for other in others),
-        ]
-        lines.append(f"| {CONNECTORS[name]} | {' | '.join(cells)} |")
+        interval = "{:.3f} to {:.3f}".format(*ratio["interval_95"]) if ratio["interval_95"] else "–"
+        lines.append(f"| {CONNECTORS[name]} | {rate:,.2f} | {ratio['median']:.3f} | {interval} |")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests/benchmarks/test_expiry.py": (
         *("benchmarks/*", "s3kv/host/*", "s3kv/planning/*", "s3kv/upkeep/*", "s3kv/prices.py"),
     ),
-    "tests/benchmarks/test_turns.py": ("benchmarks/*", "lab/*"),
+    "tests/benchmarks/test_short.py": ("benchmarks/*", "lab/*"),
     "tests/scripts/gpu/test_commands.py": (
         *("scripts/gpu/*", "scripts/install_engine.sh", "s3kv/device/*", "benchmarks/gpu*"),
         *("tests/gpu/*", "tests/unit/device/*"),
