@@ -7,9 +7,6 @@ that of the plain ones, headers included; `entropy` the shortest that a code for
 get, of the bytes grouped by their significance. Speeds are GB/s of plain bytes on one core, the
 best round of each chunk: of `Envelope.encode`, and of `Decoding` once all has arrived, digests
 included. `memcpy_gb_per_s` is a copy of the same chunks in the same run.
-
-`alternatives` are other codecs for the segments of the KV in bf16, without headers and digests.
-Packages that are not installed are named in `left_out`.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ from benchmarks.rig import machine, publish
 from lab import smollm
 from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.compression import SEGMENT_BYTES
 from s3kv.objects.envelope import Decoding, Envelope
 from s3kv.place import Place
 from s3kv.types import TensorSpec, item_bytes
@@ -43,7 +39,6 @@ TOKENS, CHUNK_TOKENS, BLOCK_TOKENS = 2_048, 256, 16
 LAYERS, HEADS, CONTENT = 30, 3, 2 * 64
 """Of SmolLM2-135M. Content: the keys and values of one head and token."""
 HASH = bytes(32)
-blosc2: Any = importlib.import_module(compression.NAME)
 MODEL = "SmolLM2-135M"
 T = TypeVar("T")
 
@@ -177,93 +172,6 @@ def _decode(decoding: Decoding, nbytes: int) -> None:
     assert decoding.reason is None
 
 
-Coding = tuple[Callable[[bytes], Any], Callable[[Any, memoryview], Any]]
-"""Encoding of a segment, and decoding of its result into a target."""
-
-
-def alternatives() -> Iterator[tuple[str, int, Coding | None]]:
-    """Name, length of a segment, and coding; None: not installed."""
-    zstd, lz4 = blosc2.Codec.ZSTD, blosc2.Codec.LZ4
-    bytes_, bits = blosc2.Filter.SHUFFLE, blosc2.Filter.BITSHUFFLE
-    chosen = by_blosc2(bytes_, zstd, 1)
-    yield "Blosc2: bytes, zstd 1", SEGMENT_BYTES, chosen
-    yield "the same, segments of 256 KiB", SEGMENT_BYTES // 4, chosen
-    yield "the same, segments of 4 MiB", 4 * SEGMENT_BYTES, chosen
-    yield "Blosc2: bytes, zstd 3", SEGMENT_BYTES, by_blosc2(bytes_, zstd, 3)
-    yield "Blosc2: bits, zstd 1", SEGMENT_BYTES, by_blosc2(bits, zstd, 1)
-    yield "Blosc2: bytes, lz4 9", SEGMENT_BYTES, by_blosc2(bytes_, lz4, 9)
-    yield "Blosc2: bits, lz4 9", SEGMENT_BYTES, by_blosc2(bits, lz4, 9)
-    yield "numpy and zstandard 1", SEGMENT_BYTES, by_planes(_imported("zstandard"))
-    yield "ZipNN", SEGMENT_BYTES, by_zipnn(_imported("zipnn"))
-
-
-def by_blosc2(grouping: Any, codec: Any, level: int) -> Coding:
-    settings = {"codec": codec, "clevel": level, "filters": [grouping], "filters_meta": [0]}
-
-    def encode(segment: bytes) -> Any:
-        # Of one block, as s3kv has it; lz4 gets shorter by the blocks that Blosc2 chooses.
-        block_bytes = len(segment) if codec == blosc2.Codec.ZSTD else 0
-        return blosc2.compress2(segment, typesize=2, nthreads=1, blocksize=block_bytes, **settings)
-
-    return encode, lambda data, target: blosc2.decompress2(data, nthreads=1, dst=target)
-
-
-def by_planes(zstandard: Any) -> Coding | None:
-    if zstandard is None:
-        return None
-    compressor, decompressor = zstandard.ZstdCompressor(1), zstandard.ZstdDecompressor()
-
-    def encode(segment: bytes) -> list[bytes]:
-        planes = np.ascontiguousarray(np.frombuffer(segment, np.uint8).reshape(-1, 2).T)
-        return [compressor.compress(plane) for plane in planes]
-
-    def decode(data: list[bytes], target: memoryview) -> None:
-        numbers = np.frombuffer(target, np.uint8).reshape(-1, 2)
-        for column, plane in enumerate(data):
-            numbers[:, column] = np.frombuffer(decompressor.decompress(plane), np.uint8)
-
-    return encode, decode
-
-
-def by_zipnn(zipnn: Any) -> Coding | None:
-    """With Huffman's code. It changes its input, which therefore is a copy."""
-    if zipnn is None:
-        return None
-    coder = zipnn.ZipNN(method="HUFFMAN", bytearray_dtype="bfloat16", threads=1)
-
-    def decode(data: bytes, target: memoryview) -> None:
-        target[:] = coder.decompress(data)
-
-    return lambda segment: coder.compress(bytearray(segment)), decode
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-def compared(kind: Kind, segment_bytes: int, coding: Coding, rounds: int) -> dict[str, float]:
-    encode, decode = coding
-    encoding, decoding = Stopwatch(rounds), Stopwatch(rounds)
-    stored_bytes = plain_bytes = 0
-    for payload in kind.chunks:
-        for begin in range(0, len(payload), segment_bytes):
-            segment = payload[begin : begin + segment_bytes]
-            data = encoding.run(partial(encode, segment))
-            target = memoryview(bytearray(len(segment)))
-            decoding.run(partial(decode, data, target))
-            assert target == segment
-            plain_bytes += len(segment)
-            stored_bytes += sum(map(len, data)) if isinstance(data, list) else len(data)
-    return {
-        "ratio": round(stored_bytes / plain_bytes, 3),
-        "encode_gb_per_s": encoding.gb_per_s(plain_bytes),
-        "decode_gb_per_s": decoding.gb_per_s(plain_bytes),
-    }
-
-
 def memcpy(kind: Kind, rounds: int) -> float:
     copying, target = Stopwatch(rounds), memoryview(bytearray(len(kind.chunks[0])))
     for payload in kind.chunks:
@@ -287,25 +195,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left_out = [] if made[0].name.startswith(MODEL) else [MODEL]
     if args.quick:
         args.rounds, made = 2, [Kind(kind.name, kind.dtype, kind.chunks[:1]) for kind in made]
-    rows, others = {}, {}
+    rows = {}
     for kind in made:
         say(kind.name)
         rows[kind.name] = measured(kind, codec, args.rounds)
-    for name, segment_bytes, coding in alternatives():
-        say(name)
-        if coding is None:
-            left_out.append(name)
-        else:
-            others[name] = compared(made[0], segment_bytes, coding, args.rounds)
     result = {
         "benchmark": "compression",
         "machine": machine(),
-        "blosc2": blosc2.__version__,
+        "blosc2": importlib.import_module(compression.NAME).__version__,
         "chunks": f"{len(made[0].chunks)} of {CHUNK_TOKENS} tokens",
         "rounds": args.rounds,
         "memcpy_gb_per_s": memcpy(made[0], args.rounds),
         "kinds": rows,
-        "alternatives": {"of": made[0].name, "rows": others},
         "left_out": left_out,
     }
     publish(result, args.json)

@@ -246,7 +246,7 @@ def compressed(result: dict[str, Any]) -> str:
 
 
 def compression(result: dict[str, Any]) -> str:
-    """Compressed objects by kind of content, and other codecs."""
+    """Compressed objects by kind of content."""
     lines = [
         f"{result['machine']}; Blosc2 {result['blosc2']}; chunks: {result['chunks']}. GB/s of "
         f"plain bytes on one core; a copy of a chunk runs at {result['memcpy_gb_per_s']:.0f} GB/s "
@@ -256,15 +256,6 @@ def compression(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [f"| {name} | {_coded(row)} |" for name, row in result["kinds"].items()]
-    others = result["alternatives"]
-    lines += [
-        "",
-        f"Segments of {others['of']} by other codecs, without headers and digests:",
-        "",
-        "| | compressed, of plain | encoded, GB/s | decoded, GB/s |",
-        "|---|---|---|---|",
-        *(f"| {name} | {_coded(row)} |" for name, row in others["rows"].items()),
-    ]
     missing = ", ".join(result["left_out"])
     return "\n".join([*lines, *(["", f"Not measured: {missing}."] if missing else [])])
 
