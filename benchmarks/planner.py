@@ -48,17 +48,6 @@ KNOWN = 100_000
 SLOTS = 8_192
 ROUNDS = 15
 
-GOALS = {
-    "lookup_waiting_us": 3.0,
-    "first_lookup_all_resident_us": 200.0,
-    "first_lookup_nothing_known_us": 200.0,
-    "first_lookup_all_in_bucket_us": 200.0,
-    "plan_idle_us": 20.0,
-    "tier_scan_waiting_over_obj": 0.333,
-    "index_present_bytes_per_chunk": 150.0,
-    "index_absent_bytes_per_chunk": 150.0,
-}
-
 
 def make_planner(*, recompute_gate: bool = False) -> KVPlanner:
     ledger = Ledger(
@@ -150,38 +139,6 @@ def settle(planner: KVPlanner, request_id: str) -> None:
     for fetch in planner.plan((), 0.0).jobs:
         report.add(JobEnd(fetch.job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
     planner.on_report(report, 0.0)
-
-
-def offered_again(planner: KVPlanner, rng: random.Random) -> dict[str, float]:
-    """A request of 1,024 resident chunks: asked about again, placed, loaded."""
-    hashes = prompt(rng)
-    make_resident(planner, (ChunkKey(0, h) for h in chunk_hashes(hashes)))
-    planner.add_request("again", hashes)
-    planner.lookup("again", 0, 0.0)
-    again = least_us(lambda _: lambda: planner.lookup("again", 0, 0.0))
-    blocks = list(range(len(hashes)))
-    tokens = CHUNKS * CHUNK_TOKENS
-
-    def admit(number: int) -> Callable[[], object]:
-        if number:
-            planner.loaded(["again"])
-            planner.lookup("again", 0, 0.0)
-        return lambda: planner.admitted("again", (blocks,), tokens)
-
-    def load_ends(number: int) -> Callable[[], object]:
-        if number:
-            planner.lookup("again", 0, 0.0)
-            planner.admitted("again", (blocks,), tokens)
-        return lambda: planner.loaded(["again"])
-
-    costs = {
-        "lookup_offered_again_us": again,
-        "admitted_1024_chunks_us": least_us(admit),
-        "loaded_1024_chunks_us": least_us(load_ends),
-    }
-    planner.finished("again")
-    planner.plan((), 0.0)
-    return costs
 
 
 def waiting(planner: KVPlanner, rng: random.Random) -> float:
@@ -302,15 +259,13 @@ def tier_scans() -> dict[str, float]:
             keys = keys[hits:]
         return partial(scan, tier, context, keys)
 
-    costs = {
+    return {
         f"{name}_scan_{'first' if is_first else 'waiting'}_us": least_us(
             partial(prepare, tier, is_first)
         )
         for name, tier in (("tier", s3kv), ("obj", obj))
         for is_first in (True, False)
     }
-    ratio = costs["tier_scan_waiting_us"] / costs["obj_scan_waiting_us"]
-    return costs | {"tier_scan_waiting_over_obj": round(ratio, 3)}
 
 
 def index_bytes(count: int, *, present: bool) -> float:
@@ -345,7 +300,6 @@ def main() -> None:
         "arrival_all_in_bucket_us": first_lookup(
             make_planner(), rng, kind="in the bucket", arrives=True
         ),
-        **offered_again(planner, rng),
         **tier_scans(),
         **cold_waits(),
         "index_present_bytes_per_chunk": index_bytes(KNOWN, present=True),
@@ -358,8 +312,6 @@ def main() -> None:
         "chunks_per_prompt": CHUNKS,
         "chunks_known": KNOWN,
         "measured": measured,
-        "goals": GOALS,
-        "missed": [name for name, goal in GOALS.items() if measured[name] > goal],
     }
     print(json.dumps(report, indent=2))
 
