@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -51,8 +52,11 @@ DIFFERENCES = {
 
 
 def shown(document: str) -> list[str]:
-    """The commands on indented lines, with their comments. A quote that is open goes on."""
+    """The commands on indented lines and in fences of bash, with their comments. A quote that is
+    open goes on."""
     text = (ROOT / document).read_text()
+    fence = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    text = fence.sub(lambda match: indent(match[1], "    "), text)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     commands: list[str] = []
     for line in text.splitlines():

@@ -54,7 +54,7 @@ def test_variables_and_locals_are_all_used() -> None:
 
 def test_what_to_verify_on_aws_is_eight_commands() -> None:
     text = (MODULE / "VERIFY.md").read_text()
-    commands = re.findall(r"^    aws (\w+) ([\w-]+)", text, re.MULTILINE)
+    commands = re.findall(r"^aws (\w+) ([\w-]+)", text, re.MULTILINE)
     assert len(commands) == len(re.findall(r"^\*\*\d\. ", text, re.MULTILINE)) == 8
     assert {service for service, _ in commands} == {"s3api", "cloudwatch"}
 
