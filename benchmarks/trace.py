@@ -26,7 +26,7 @@ What the model leaves out, and which way that errs:
 - Arrivals of one time stamp are spread evenly until the next; see `simulation/workload.py`.
 - The bucket and the disks start empty, the hour includes warming up, and nothing expires.
 
-Stdout and `--json` depend on the arguments only; the planner's own time goes to stderr.
+Stdout and `--json` depend on the arguments only.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from typing import Any
 
 from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.origin import code, commit
+from benchmarks.report import leaves
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
 from benchmarks.simulation.workload import command, identity, load
 
@@ -52,40 +53,6 @@ GRID = (
 )
 """Options that may have several values: every combination is a run."""
 MANY = {"host_gib": [8.0, 32.0, 128.0]}
-ROWS = (
-    ("prompt tokens from the device, %", "percent.gpu"),
-    ("  from host memory, %", "percent.host"),
-    ("  from the disk, %", "percent.disk"),
-    ("  from the bucket, %", "percent.bucket"),
-    ("  computed, %", "percent.computed"),
-    ("TTFT p50, ms", "ttft_ms.p50"),
-    ("TTFT p95, ms", "ttft_ms.p95"),
-    ("requests that waited for the bucket", "requests_that_waited"),
-    ("their wait p50, ms", "wait_ms.p50"),
-    ("their wait p95, ms", "wait_ms.p95"),
-    ("their wait p99, ms", "wait_ms.p99"),
-    ("deadline cuts", "deadline_cuts"),
-    ("GET, found", "requests.get_hit"),
-    ("GET, 404", "requests.get_404"),
-    ("GET, given up", "requests.get_cancelled"),
-    ("PUT, new", "requests.put_new"),
-    ("PUT, already there", "requests.put_exists"),
-    ("GiB down", "gib_down"),
-    ("GiB up", "gib_up"),
-    ("requests, $", "usd_requests"),
-    ("storage of what is there, $/month", "usd_stored_per_month"),
-    ("a month: PUTs, $", "usd_per_month.puts"),
-    ("  GETs, $", "usd_per_month.gets"),
-    ("  refreshes and sweeps, $", "usd_per_month.upkeep"),
-    ("  storage, $", "usd_per_month.storage"),
-    ("  computing spared by bucket and disk, $", "usd_per_month.spared"),
-    ("  net, $", "usd_per_month.net"),
-    ("written to a disk a day, TB", "disk.tb_per_day"),
-    ("  bytes per byte read", "disk.written_per_read"),
-    ("  dropped, disk behind", "disk.dropped"),
-    ("evictions", "evictions"),
-    ("saves dropped", "saves_dropped"),
-)
 
 
 @ends(7200)
@@ -150,17 +117,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(title: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """All figures of some runs, a column for each."""
     yield f"\n{title}"
-    yield " " * 36 + "".join(f"{run['policy']:>13}" for run in runs)
-    for name, path in ROWS:
-        yield f"{name:36}" + "".join(f"{_cell(run, path):>13}" for run in runs)
-
-
-def _cell(run: dict[str, Any], path: str) -> str:
-    value: Any = run
-    for name in path.split("."):
-        value = value[name]
-    return "-" if value is None else f"{value:,}"
+    for figures in zip(*map(leaves, runs), strict=True):
+        values = (f"{v:,}" if isinstance(v, (int, float)) else str(v) for _, v in figures)
+        yield f"{figures[0][0]:36}" + "".join(f"{value:>13}" for value in values)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,9 @@ something happens to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
-from time import thread_time
-from typing import Any
 
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import IoProcess, Timeline
@@ -74,26 +71,6 @@ class Seen:
     computed_tokens: int = 0
 
 
-class Stopwatch:
-    """A planner that counts the processor time its methods take."""
-
-    def __init__(self, planner: KVPlanner) -> None:
-        self._planner = planner
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._planner, name)
-
-        def timed(*args: Any) -> Any:
-            start_s = thread_time()
-            result = method(*args)
-            self.seconds += thread_time() - start_s
-            return result
-
-        setattr(self, name, timed)
-        return timed
-
-
 class Engine:
     """`io` is set right after construction: the two know each other."""
 
@@ -108,10 +85,8 @@ class Engine:
         chunk_bytes: int,
     ) -> None:
         self.planner = planner
-        self.stopwatch = Stopwatch(planner)
         self.seen = Seen()
         self._timeline = timeline
-        self._calls: Any = self.stopwatch
         self._pool = pool
         self._speed = speed
         self._chunk_bytes = chunk_bytes
@@ -133,8 +108,8 @@ class Engine:
         now_s, request_id = self._timeline.now_s, str(arrival.number)
         local_tokens = len(self._local_hit(arrival)) * CHUNK_TOKENS
         self._waiting.append(Request(request_id, arrival))
-        self._calls.add_request(request_id, arrival.hashes)
-        self._calls.prefetch(request_id, local_tokens, now_s)
+        self.planner.add_request(request_id, arrival.hashes)
+        self.planner.prefetch(request_id, local_tokens, now_s)
         self._wake()
 
     def job_ended(self, end: JobEnd) -> None:
@@ -157,7 +132,7 @@ class Engine:
 
     def _retire(self) -> None:
         for request in self._over:
-            self._calls.finished(request.request_id)
+            self.planner.finished(request.request_id)
             self._pool.give_back(request.pages)
         self._over.clear()
 
@@ -184,7 +159,7 @@ class Engine:
             ScheduledRequest(request_id, (), False, request.arrival.prompt_tokens, 1)
             for request_id, request in self._decoding.items()
         ]
-        plan = self._calls.plan(scheduled, now_s)
+        plan = self.planner.plan(scheduled, now_s)
         assert not plan.fences, "no block is used again before the copy of its step is done"
         # Some jobs end at once, and what ends in a step is heard at its end.
         self._stepping = True
@@ -218,7 +193,7 @@ class Engine:
                     return
                 if external_tokens:
                     continue
-            self._calls.admitted(request.request_id, (request.block_ids,), 0)
+            self.planner.admitted(request.request_id, (request.block_ids,), 0)
             self._waiting.remove(request)
             self._prefilling.append(request)
             left -= self._compute(request, left, scheduled, is_new=True)
@@ -239,7 +214,7 @@ class Engine:
         """None: ask again in the next step. Otherwise the tokens that can be loaded."""
         now_s = self._timeline.now_s
         request.local_tokens = len(self._local_hit(request.arrival)) * CHUNK_TOKENS
-        answer = self._calls.lookup(request.request_id, request.local_tokens, now_s)
+        answer = self.planner.lookup(request.request_id, request.local_tokens, now_s)
         if answer.wait:
             if request.waits_since_s is None:
                 request.waits_since_s = now_s
@@ -264,7 +239,7 @@ class Engine:
             request.loading = True
             self._loading[request.request_id] = request
             self.seen.disk_tokens += self._disk_tokens(request, external_tokens)
-            self._calls.admitted(request.request_id, (request.block_ids,), external_tokens)
+            self.planner.admitted(request.request_id, (request.block_ids,), external_tokens)
         return True
 
     def _see(self, request: Request) -> None:
@@ -303,8 +278,8 @@ class Engine:
         report, self._report = self._report, StepReport()
         loaded, self._loaded = self._loaded, []
         self.planner.pace.step_ended(now_s, plan.number)
-        self._calls.on_report(report, now_s)
-        self._calls.loaded(loaded)
+        self.planner.on_report(report, now_s)
+        self.planner.loaded(loaded)
         for request_id in loaded:
             self._start_computing(self._loading.pop(request_id))
         for request in self._prefilling:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -148,8 +147,6 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     answered = sum(len(engine.seen.ttft_s) for engine in engines)
     if answered != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - answered} requests of {len(arrivals)} still wait")
-    planner_s = sum(engine.stopwatch.seconds for engine in engines)
-    print(f"{policy}: planner {planner_s / len(arrivals) * 1e6:.0f} µs/request", file=sys.stderr)
     return _figures(arrivals, setup, policy, engines, bucket, disks)
 
 
@@ -296,8 +293,6 @@ def _bill(setup: Setup, bucket: Bucket, bucket_tokens: int, seconds: float) -> d
         "gib_down": round(requests["get_hit"] * object_bytes / 2**30, 1),
         "gib_up": round(puts * object_bytes / 2**30, 1),
         "gib_stored": round(stored_gib, 1),
-        "usd_requests": round((puts * _PRICES.put + gets * _PRICES.get) / 1000, 4),
-        "usd_stored_per_month": round(stored_gib * _PRICES.storage, 2),
     }
 
 
