@@ -1,5 +1,5 @@
 """What compression does to a real vLLM engine: `python -m benchmarks.compressed [--links 100 1000
-0] [--busy] [--large] [--json FILE]`.
+0] [--large] [--json FILE]`.
 
 Prompts and engines as in `benchmarks.engine`, on a server with the shape of S3, at several rates of
 the link. First bytes take 30 ms each, without S3's tail, which would hide what the link does. Every
@@ -11,20 +11,16 @@ round, at each rate (MB/s; 0: no limit), starts five engines one after another:
     warm-auto   a new engine on these
     cold-on     computes the first prompts again, and uploads compressed objects
     warm-on     a new engine on those
-
-With `--busy`, two processes compute without end beside all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +29,6 @@ from benchmarks.rig import LARGE, SMALL, Size, Store, connector, machine, publis
 from benchmarks.shaped import Shape, add_options
 from lab.engine import Engine
 from lab.models import build, prompts
-
-BUSY = [sys.executable, "-c", "while True: pass"]
 
 
 class Bench:
@@ -96,7 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--links", type=float, nargs="+", default=[100.0, 1000.0, 0.0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--busy", action="store_true", help="two processes compute beside it")
     parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
     parser.add_argument("--quick", action="store_true", help="few prompts")
     parser.add_argument("--json", type=Path)
@@ -110,10 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for link in options.links:
         options.host_mb_s, options.sigma = link, 0.0
         options.connection_mb_s = Shape().connection_mb_s if link else 0.0
-        with s3(options) as store, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        with s3(options) as store, tempfile.TemporaryDirectory() as folder:
             begin(f"{store.name} at {link:g} MB/s", 5 * options.rounds * size.give_up_s)
-            for _ in range(2 * options.busy):
-                stack.callback(subprocess.Popen(BUSY).kill)
             bench = Bench(Path(folder), store, size)
             for number in range(options.rounds):
                 say(f"round {number + 1} of {options.rounds}")
@@ -126,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **told,
             "machine": machine(),
             "prompts": size.told(),
-            "busy": options.busy,
             "links_mb_s": links,
         },
         options.json,

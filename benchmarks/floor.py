@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from benchmarks.sockets import RawConnection, exchange_all, raw_get
+from benchmarks.sockets import RawConnection, exchange_all, head, raw_get
 from lab.s3 import S3Server
 
 AT_ONCE = (8, 16, 32)
@@ -43,7 +42,8 @@ class Server:
         More connections than objects in a batch are not opened.
         """
         objects = sorted(self._s3.objects(self._bucket, prefix).items())
-        heads = [self._head(key) for key, _ in objects]
+        client = self._s3.client()
+        heads = [head(client, "GET", self._bucket, key) for key, _ in objects]
         buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _, nbytes in objects]
         starts = range(0, len(objects) - per_batch + 1, per_batch)
         batches = [slice(start, start + per_batch) for start in starts]
@@ -59,8 +59,3 @@ class Server:
         finally:
             for connection in connections:
                 connection.close()
-
-    def _head(self, key: str) -> bytes:
-        params = {"Bucket": self._bucket, "Key": key}
-        parts = urlsplit(self._s3.client().generate_presigned_url("get_object", Params=params))
-        return f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()

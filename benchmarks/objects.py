@@ -24,7 +24,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Literal
-from urllib.parse import urlsplit
 
 import boto3
 import uvloop
@@ -33,7 +32,7 @@ from botocore.config import Config as BotoConfig
 from benchmarks.deadline import begin, ends, say
 from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
-from benchmarks.sockets import RawConnection, exchange_all, raw_get, raw_put
+from benchmarks.sockets import RawConnection, exchange_all, head, raw_get, raw_put
 from s3kv.config import Config
 from s3kv.io.sources.encrypted_store import EncryptedStore
 from s3kv.objects.codec import ChunkFormat
@@ -109,16 +108,8 @@ def raw(
 ) -> tuple[float, float]:
     settings = BotoConfig(signature_version="s3v4", s3={"addressing_style": "path"})
     client = boto3.client("s3", endpoint_url=url, config=settings)
-    verb = f"{method.lower()}_object"
-    heads = []
-    for key in KEYS[: len(buffers)]:
-        signed = client.generate_presigned_url(verb, Params={"Bucket": bucket, "Key": key})
-        parts = urlsplit(signed)
-        length = len(buffers[0]) if method == "PUT" else 0
-        heads.append(
-            f"{method} {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
-            f"Content-Length: {length}\r\n\r\n".encode()
-        )
+    nbytes = len(buffers[0]) if method == "PUT" else 0
+    heads = [head(client, method, bucket, key, nbytes) for key in KEYS[: len(buffers)]]
     exchange = raw_get if method == "GET" else raw_put
     connections = [RawConnection(url) for _ in heads]
     times, cpu_s = -(-requests // len(heads)), process_time()

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
+from typing import Any
 from urllib.parse import urlsplit
 
 DEADLINE_S = 60.0
@@ -43,6 +44,16 @@ def connected(url: str) -> socket.socket:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context.wrap_socket(plain)
+
+
+def head(client: Any, method: str, bucket: str, key: str, nbytes: int = 0) -> bytes:
+    """A request that boto3's `client` has signed. nbytes: length of its body."""
+    verb, params = f"{method.lower()}_object", {"Bucket": bucket, "Key": key}
+    parts = urlsplit(client.generate_presigned_url(verb, Params=params))
+    return (
+        f"{method} {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+        f"Content-Length: {nbytes}\r\n\r\n"
+    ).encode()
 
 
 def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
