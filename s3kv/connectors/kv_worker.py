@@ -87,11 +87,11 @@ class WorkerSide(Guarded):
         self._fences_at_once, self._loads_after_writes = writes_around_fences(
             vllm_config, kv_cache_config, sizes
         )
-        # Before a sleep, vLLM waits for the device and then unmaps the memory. It does not wait
-        # for a copy that has not been launched yet.
+        # Before a sleep, which takes this allocator alone, vLLM waits for the device and then
+        # unmaps the memory. It does not wait for a copy that has not been launched yet.
         self._launches_at_once = (
             not announces_sleep
-            and vllm_config.model_config.enable_sleep_mode
+            and vllm_config.model_config.enable_cumem_allocator
             and vllm_config.device_config.device_type != "cpu"
         )
 

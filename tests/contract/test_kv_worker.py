@@ -175,7 +175,7 @@ def test_copies_are_launched_within_the_hook_if_a_sleep_is_not_announced(
     announces_sleep: bool,
     launches: bool,
 ) -> None:
-    monkeypatch.setattr(tiny_config.model_config, "enable_sleep_mode", may_sleep)
+    monkeypatch.setattr(tiny_config.model_config, "enable_cumem_allocator", may_sleep)
     monkeypatch.setitem(tiny_config.device_config.__dict__, "device_type", device)
     rank = idle_rank()
     step(side(tiny_config, rank, announces_sleep=announces_sleep))

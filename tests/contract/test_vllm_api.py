@@ -66,7 +66,7 @@ FIELDS = {
     "decode_context_parallel_size prefill_context_parallel_size",
     "vllm.config:ModelConfig": "model revision code_revision dtype quantization hf_config "
     "model_impl disable_sliding_window max_model_len override_generation_config seed "
-    "multimodal_config enable_sleep_mode",
+    "multimodal_config enable_cumem_allocator",
     "vllm.config:VllmConfig": "speculative_config lora_config load_config compilation_config "
     "mamba_config max_concurrent_batches",
     "vllm.config:CompilationConfig": "static_forward_context",
