@@ -5,7 +5,7 @@ The copy thread launches everything. The engine's thread records marks, fences a
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -56,12 +56,11 @@ class GpuCopier:
     def close(self) -> None:
         if not self._places.layouts:
             return
-        try:
+        with suppress(RuntimeError):  # the device has failed, and so copies nothing any more
             self.settle()
-        finally:
-            self._gpu.unpin()
-            del self._out, self._in  # their staging would keep the engine's cache alive
-            self._places.close()
+        self._gpu.unpin()
+        del self._out, self._in  # their staging would keep the engine's cache alive
+        self._places.close()
 
     def _payload(self, place: tuple[PageLayout, int]) -> torch.Tensor:
         layout, begin = place

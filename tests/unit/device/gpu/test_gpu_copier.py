@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.errors import UnsupportedError
 from tests.unit.device.caches import Shape, build, places
-from tests.unit.device.simulated import SimulatedGpu
+from tests.unit.device.simulated import SimulatedGpu, SimulatedStream
 
 
 def full(gpu: SimulatedGpu, count: int) -> torch.Tensor:
@@ -43,13 +44,17 @@ class Memory(bytearray):
     """Of a cache, and alive as long as any tensor over it."""
 
 
-def test_what_is_closed_keeps_no_cache_alive() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_is_closed_keeps_no_cache_alive(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
     memory = Memory(6 * 2 * 4 * 8)
     kept = weakref.ref(memory)
     cache = torch.frombuffer(memory, dtype=torch.uint8).view(6, 2, 4, 8)
     layout = PageLayout.of({"x": cache}, 6, ["x"], 2)
     places = ChunkPlaces({0: layout}, memoryview(bytearray(4096)), 4096, {0: 256})
-    copier = GpuCopier(places, SimulatedGpu(11))
+    copier = GpuCopier(places, gpu := SimulatedGpu(11))
+    gpu.synchronize()
+    if failed:
+        monkeypatch.setattr(SimulatedStream, "synchronize", Mock(side_effect=RuntimeError))
     del memory, cache, layout
     gc.collect()
     assert kept() is not None
