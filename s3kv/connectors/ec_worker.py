@@ -66,7 +66,8 @@ class ECWorkerSide(Guarded):
         self._loads_from: Slab | None = None
         self._outbox: Outbox | None = None
         self._taker: SlabTaker | None = None
-        self._device = _device(vllm_config)
+        kind = vllm_config.device_config.device_type
+        self._device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
         self._copies: ItemCopies = item_copies(self._dtype, self._device)
         tp_rank = get_tp_group().rank_in_group
         self.counts = tp_rank == 0 and get_pp_group().is_first_rank
@@ -111,10 +112,10 @@ class ECWorkerSide(Guarded):
     def shutdown(self) -> None:
         """Finish uploads within `drain_timeout_s`, then release everything. Idempotent."""
         outbox, self._outbox = self._outbox, None
-        self._copies.close()
         if outbox is not None:
             timeout_s = self._config.drain_timeout_s
             warn_of_uploads_left(outbox.close(timeout_s), "encoder output", timeout_s)
+        self._copies.close()  # Raises if the device has failed. Keeps both slabs mapped until now.
         taker, self._taker = self._taker, None
         if taker is not None:
             self._loads_from = None
@@ -223,8 +224,3 @@ class ECWorkerSide(Guarded):
 
     def on_broken(self) -> None:
         self._report = ItemReport(Counter(internal_errors=1))
-
-
-def _device(vllm_config: VllmConfig) -> torch.device:
-    kind = vllm_config.device_config.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -222,6 +222,15 @@ def test_promised_items_are_loaded_even_if_the_side_is_broken(
     slab.close()
 
 
+def test_uploads_end_before_a_device_that_has_failed_is_closed(make: Make) -> None:
+    side = make()
+    side._outbox = outbox = Mock(close=Mock(return_value=0))
+    side._copies = Mock(close=Mock(side_effect=[RuntimeError("lost"), None]))
+    with pytest.raises(RuntimeError, match="lost"):
+        side.shutdown()
+    outbox.close.assert_called_once()
+
+
 def test_two_engines_with_one_id_are_told_apart(make: Make) -> None:
     make(may_load=True)
     with pytest.raises(ConfigError, match="engine_id is"):
