@@ -189,16 +189,13 @@ class BlockCopies:
 
     def poll(self) -> CopyEnds:
         """The copies that have ended since the last call, each exactly once. Does not block."""
-        ends = CopyEnds([], [])
         if not self._out.jobs and not self._in.jobs:
-            return ends
+            return CopyEnds([], [])
         now = self._clock()
         with self._changed:
-            for saved in self._out.ended():
-                ends.saved.append(SavedEnd(saved.ident, saved.ok, now - saved.since_s))
-            for loaded in self._in.ended():
-                ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
-        return ends
+            saved = [SavedEnd(job.ident, job.ok, now - job.since_s) for job in self._out.ended()]
+            loaded = [LoadedEnd(job.ident, job.ok) for job in self._in.ended()]
+        return CopyEnds(saved, loaded)
 
     def wait_started(self, timeout_s: float) -> bool:
         """Block until every copy has been launched, so that a caller who then waits for the device

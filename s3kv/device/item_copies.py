@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,18 @@ class HostItems:
         """Release the slabs. No copy is running afterwards."""
 
 
+class _SaveEnd(NamedTuple):
+    """The end of a save on a GPU. Any thread may wait for it."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def synchronize(self) -> None:
+        # A thread that has chosen no GPU would make a context on the first one, in its memory.
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
+
+
 class CudaItems:
     """Copies for an engine on a GPU, over two side streams. Contract: see `HostItems`."""
 
@@ -72,7 +84,7 @@ class CudaItems:
             self._registered.append(pin(memory, _UNIT_BYTES, self._device))
         self._slabs.append(memory)
 
-    def save(self, tensor: torch.Tensor, payload: memoryview) -> torch.cuda.Event:
+    def save(self, tensor: torch.Tensor, payload: memoryview) -> _SaveEnd:
         with torch.inference_mode():
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self._out.wait_stream(torch.cuda.current_stream(self._device))
@@ -80,8 +92,7 @@ class CudaItems:
                 torch.frombuffer(payload, dtype=torch.uint8).copy_(source, non_blocking=True)
                 # The engine may drop the tensor before the copy has read it.
                 source.record_stream(self._out)
-                end: torch.cuda.Event = self._out.record_event()
-                return end
+                return _SaveEnd(self._out.record_event(), self._device)
 
     def load(self, payload: memoryview, rows: int, width: int) -> torch.Tensor:
         current = torch.cuda.current_stream(self._device)

@@ -63,13 +63,10 @@ class CudaGpu:
 
     def new_stream(self, *, urgent: bool) -> CudaStream:
         # Zero is the lowest priority, and the one the engine uses.
-        priority = -1 if urgent else 0
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device, priority=priority)
-        return CudaStream(stream)
+        return CudaStream(torch.cuda.Stream(self._device, priority=-1 if urgent else 0))
 
     def new_event(self, *, timed: bool = False) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)
-        return event
+        return torch.cuda.Event(enable_timing=timed)
 
     def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
         numbers = torch.zeros(count, dtype=torch.int64).pin_memory()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
 
-from s3kv.device.item_copies import ItemCopies, item_copies
+from s3kv.device.item_copies import CudaItems, ItemCopies, item_copies
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -56,3 +57,17 @@ def test_time_is_told_once_the_device_has_come_so_far(device: str) -> None:
     seconds = copies.seconds_between(started, stopped)  # type: ignore[arg-type]
     assert seconds >= 0
     copies.close()
+
+
+def test_a_save_is_awaited_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread without one would be given a context on the first GPU, which takes memory there."""
+    cuda, here = MagicMock(), torch.device("cpu", 3)
+    for name in ("Stream", "current_stream", "stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.Tensor, "record_stream", Mock())
+    end = CudaItems(torch.float32, here).save(torch.zeros(4), memoryview(bytearray(16)))
+    cuda.reset_mock()
+    end.synchronize()
+    chosen, waited = call.device(here), call.Stream().record_event().synchronize()
+    begun, ended = call.device().__enter__(), call.device().__exit__(None, None, None)
+    assert cuda.mock_calls == [chosen, begun, waited, ended]
