@@ -29,9 +29,6 @@ from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
-ANNOUNCES_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether vLLM, as 0.33 does, calls workers' connectors before it unmaps the KV cache's memory."""
-
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
@@ -77,9 +74,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 publishes_events=events is not None and events.enable_kv_cache_events,
             )
         else:
-            self._worker = WorkerSide(
-                config, vllm_config, kv_cache_config, sizes, announces_sleep=ANNOUNCES_SLEEP
-            )
+            self._worker = WorkerSide(config, vllm_config, kv_cache_config, sizes)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

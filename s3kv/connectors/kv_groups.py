@@ -95,6 +95,12 @@ def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
             f"this model pools from the first token of a prompt on ({pooler.seq_pooling_type}), "
             "and vLLM does not compute tokens whose KV is loaded. Run it without s3kv"
         )
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        raise UnsupportedError(
+            "with --enable-return-routed-experts vLLM needs the experts of every token: up to 0.32 "
+            "it fails if it has not computed one, and 0.33 takes no KV from the bucket. Run it "
+            "without s3kv"
+        )
 
 
 def _check_states(vllm_config: VllmConfig) -> None:
@@ -126,12 +132,10 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         speculative is not None and speculative.use_eagle()
     ):
         raise UnsupportedError(
-            "with EAGLE or MTP vLLM leaves the last block out of every hit, because the draft's KV "
-            "there depends on the tokens that follow. s3kv does not do so yet, and has not been "
-            "run so beside windows. If the model has full attention and windows of one size, start "
-            "it with --disable-hybrid-kv-cache-manager: vLLM then keeps the KV of every token in "
-            "every layer, which takes more memory per token and gives the same answers. Otherwise "
-            "run it without s3kv"
+            "with EAGLE or MTP vLLM leaves the last block out of every hit, which s3kv does not do "
+            "beside windows. If the model has full attention and windows of one size, start it "
+            "with --disable-hybrid-kv-cache-manager, which takes more memory per token and gives "
+            "the same answers. Otherwise run it without s3kv"
         )
     for layer in layers_of(kv_cache_config):
         if (

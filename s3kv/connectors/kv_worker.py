@@ -11,6 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from s3kv.config import Config
 from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s3kv")
 
+ANNOUNCES_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""Whether vLLM calls `suspend` before it unmaps the KV cache's memory, as 0.33 does."""
 _LAUNCH_S = 5.0
 """Longest wait for copies to be launched. Launching the copies of one step takes far less."""
 _SUSPEND_S = 60.0
@@ -61,10 +65,7 @@ class WorkerSide(Guarded):
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         sizes: KVGeometry,
-        *,
-        announces_sleep: bool = True,
     ) -> None:
-        """announces_sleep: vLLM calls `suspend` before the engine sleeps."""
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -90,7 +91,7 @@ class WorkerSide(Guarded):
         # Before a sleep, which takes this allocator alone, vLLM waits for the device and then
         # unmaps the memory. It does not wait for a copy that has not been launched yet.
         self._launches_at_once = (
-            not announces_sleep
+            not ANNOUNCES_SLEEP
             and vllm_config.model_config.enable_cumem_allocator
             and vllm_config.device_config.device_type != "cpu"
         )

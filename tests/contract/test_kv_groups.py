@@ -88,7 +88,7 @@ def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: s
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "value", "reason"),
+    "refused",
     [
         ("cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is 'all'.*serves \"align\""),
         ("cache_config", "use_replayssm", True, "with --use-replayssm"),
@@ -96,13 +96,9 @@ def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: s
     ],
 )
 def test_states_that_are_not_in_the_block_that_ends_with_them_are_refused(
-    keeps_states: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: str | None,
-    name: str,
-    value: Any,
-    reason: str,
+    keeps_states: Any, monkeypatch: pytest.MonkeyPatch, refused: tuple[str | None, str, Any, str]
 ) -> None:
+    owner, name, value, reason = refused
     config = getattr(keeps_states, owner) if owner else keeps_states
     monkeypatch.setattr(config, name, value, raising=False)
     with pytest.raises(UnsupportedError, match=reason):

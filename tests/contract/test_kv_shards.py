@@ -246,7 +246,7 @@ class Packed(FullAttentionSpec):
 
 
 @pytest.mark.parametrize(
-    ("made", "changed", "reason"),
+    "case",
     [
         ({"spec": replace(FULL, dtype=torch.uint8)}, {}, "dtype U8"),
         ({}, {"layout": None}, "names no layout"),
@@ -266,13 +266,9 @@ class Packed(FullAttentionSpec):
     ],
 )
 def test_pages_that_cannot_be_divided_by_heads_are_refused_with_the_reason(
-    sized: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    made: dict[str, Any],
-    changed: dict[str, Any],
-    reason: str,
+    sized: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: Any
 ) -> None:
+    made, changed, reason = case
     engine = sized(**made)
     for name, value in changed.items():
         if name == "environment":

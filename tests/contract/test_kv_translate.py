@@ -42,28 +42,27 @@ def test_random_hashes_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "experts", "settings", "served"),
+    "engine",
     [
-        (2, True, {}, True),
-        (2, True, {"enable_fault_tolerance": True}, False),
-        (2, True, {"all2all_backend": "nixl_ep"}, False),
-        (1, True, {"enable_fault_tolerance": True}, True),
-        (2, False, {"enable_fault_tolerance": True}, True),
+        (2, True, {}, ""),
+        (2, True, {"enable_fault_tolerance": True}, "rank"),
+        (2, True, {"all2all_backend": "nixl_ep"}, "rank"),
+        (1, True, {"enable_fault_tolerance": True}, ""),
+        (2, False, {"enable_fault_tolerance": True}, ""),
+        (1, True, {"enable_return_routed_experts": True}, "routed-experts.*Run it without s3kv$"),
     ],
 )
-def test_experts_that_may_leave_out_a_rank_are_refused(
-    ranks: int,
-    experts: bool,
-    settings: dict[str, Any],
-    served: bool,
-    tiny_config: Any,
-    monkeypatch: pytest.MonkeyPatch,
+def test_experts_that_may_leave_out_a_rank_or_are_returned_are_refused(
+    engine: tuple[int, bool, dict[str, Any], str], tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM looks for the rank once the step has been saved (`check_ep_fault` of its runners)."""
+    """vLLM looks for the rank once the step has been saved (`check_ep_fault` of its runners). It
+    returns the experts of the tokens that it has computed, and fails without one's."""
+    ranks, experts, settings, reason = engine
     for name, value in {"data_parallel_size": ranks, **settings}.items():
-        monkeypatch.setattr(tiny_config.parallel_config, name, value)
+        owner = "aux_output_config" if "routed" in name else "parallel_config"
+        monkeypatch.setattr(getattr(tiny_config, owner), name, value)
     monkeypatch.setattr(type(tiny_config.model_config), "is_moe", experts)
-    check_both(tiny_config, groups(FULL), "" if served else "rank")
+    check_both(tiny_config, groups(FULL), reason)
 
 
 def check_both(vllm_config: Any, cache: Any, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -51,11 +52,11 @@ def calls(rank: Mock) -> list[str]:
     return [name for name, *_ in rank.mock_calls]
 
 
-def side(vllm_config: Any, rank: Any = None, *, announces_sleep: bool = True) -> WorkerSide:
+def side(vllm_config: Any, rank: Any = None) -> WorkerSide:
     """A worker's side that has not registered."""
     config, cache = Config(bucket="bkt"), groups(FULL)
     sizes = geometry(config, vllm_config, cache)
-    worker = WorkerSide(config, vllm_config, cache, sizes, announces_sleep=announces_sleep)
+    worker = WorkerSide(config, vllm_config, cache, sizes)
     worker._rank = rank
     return worker
 
@@ -158,29 +159,18 @@ def test_a_gpu_without_memory_for_staging_ends_the_start(
     tiers[0].close.assert_called_once_with()
 
 
-@pytest.mark.parametrize(
-    ("device", "may_sleep", "announces_sleep", "launches"),
-    [
-        ("cuda", True, False, True),
-        ("cuda", True, True, False),
-        ("cpu", True, False, False),
-        ("cuda", False, False, False),
-    ],
-)
+@pytest.mark.parametrize("engine", list(product(("cuda", "cpu"), (True, False), (True, False))))
 def test_copies_are_launched_within_the_hook_if_a_sleep_is_not_announced(
-    tiny_config: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    may_sleep: bool,
-    announces_sleep: bool,
-    launches: bool,
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, engine: tuple[str, bool, bool]
 ) -> None:
+    device, may_sleep, announces_sleep = engine
     monkeypatch.setattr(tiny_config.model_config, "enable_cumem_allocator", may_sleep)
     monkeypatch.setitem(tiny_config.device_config.__dict__, "device_type", device)
     rank = idle_rank()
-    step(side(tiny_config, rank, announces_sleep=announces_sleep))
+    monkeypatch.setattr(kv_worker, "ANNOUNCES_SLEEP", announces_sleep)
+    step(side(tiny_config, rank))
     launched = ["load", "wait_launched", "save", "wait_launched"]
-    assert calls(rank) == (launched if launches else ["load", "save"])
+    assert calls(rank) == (launched if engine == ("cuda", True, False) else ["load", "save"])
 
 
 def test_copies_that_are_never_launched_are_waited_for_once(
@@ -225,7 +215,7 @@ def test_before_a_sleep_copies_end_and_after_it_they_may_begin(
 def test_sleep_is_supported_and_its_announcement_detected() -> None:
     assert S3KVConnector.supports_sleep_mode(SimpleNamespace())  # type: ignore[arg-type]
     theirs = hasattr(kv.KVConnectorBase_V1, "unregister_kv_caches")
-    assert theirs == kv.ANNOUNCES_SLEEP == (VERSION >= (0, 33))
+    assert theirs == kv_worker.ANNOUNCES_SLEEP == (VERSION >= (0, 33))
 
 
 def test_saves_of_an_adapter_that_has_changed_are_refused(tiny_config: Any) -> None:

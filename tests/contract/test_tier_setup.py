@@ -55,6 +55,7 @@ def test_engines_whose_keys_leave_out_inputs(
         lora_config=changes.get("lora_config"),
         cache_config=tiny_config.cache_config,
         parallel_config=tiny_config.parallel_config,
+        aux_output_config=tiny_config.aux_output_config,
     )
     with pytest.raises(error, match="S3KVConnector") if error else contextlib.nullcontext():
         check_requests_are_known(Config(bucket="bucket"), config, None)

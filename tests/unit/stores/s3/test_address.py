@@ -116,19 +116,9 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("region", "endpoint_url", "style", "fips", "dual_stack", "bucket"),
-    [(*row, as_aws_allows(next(BUCKETS), row[1])) for row in TABLE],
-)
-def test_requests_go_where_botocores_go(
-    region: str,
-    endpoint_url: str | None,
-    style: str,
-    fips: str,
-    dual_stack: str,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("row", [(*row, as_aws_allows(next(BUCKETS), row[1])) for row in TABLE])
+def test_requests_go_where_botocores_go(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, endpoint_url, style, fips, dual_stack, bucket = row
     monkeypatch.setenv("AWS_USE_FIPS_ENDPOINT", fips)
     monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", dual_stack)
     config = Config(bucket=bucket, region=region, endpoint_url=endpoint_url, addressing_style=style)
