@@ -19,6 +19,7 @@ the bucket, and what the bucket has lost is uploaded again.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 from s3kv.types import ChunkKey
 
@@ -49,7 +50,8 @@ class BucketIndex:
         self._young: dict[bytes, float] = {}
         self._old: dict[bytes, float] = {}
         """The times until which present verdicts are good."""
-        self._absent_until: dict[bytes, float] = {}
+        self._absent_until: OrderedDict[bytes, float] = OrderedDict()
+        """The first expires first. A plain dict would walk over what was removed in front of it."""
         self.due: list[ChunkKey] = []
         """Chunks in use whose present verdict is out of date. The caller takes them."""
 
@@ -84,8 +86,8 @@ class BucketIndex:
         prefix = _short(key)
         self._young.pop(prefix, None)
         self._old.pop(prefix, None)
-        self._absent_until.pop(prefix, None)
         self._absent_until[prefix] = now_s + self._miss_ttl_s
+        self._absent_until.move_to_end(prefix)
         self._forget_expired(now_s)
 
     def is_present(self, key: ChunkKey) -> bool:
@@ -93,8 +95,7 @@ class BucketIndex:
         return prefix in self._young or prefix in self._old
 
     def is_absent(self, key: ChunkKey, now_s: float) -> bool:
-        until_s = self._absent_until.get(_short(key))
-        return until_s is not None and now_s < until_s
+        return now_s < self._absent_until.get(_short(key), -math.inf)
 
     def verdict(self, key: ChunkKey, now_s: float) -> bool | None:
         """The verdict: True for present, False for absent, None if nothing is known."""
@@ -111,12 +112,11 @@ class BucketIndex:
 
     def _forget_expired(self, now_s: float) -> None:
         # The time to live is constant, so insertion order is the order of expiry.
-        while self._absent_until:
-            oldest = next(iter(self._absent_until))
-            expired = self._absent_until[oldest] <= now_s
-            if not expired and len(self._absent_until) <= self._generation_size:
+        while absent := self._absent_until:
+            oldest, until_s = next(iter(absent.items()))
+            if now_s < until_s and len(absent) <= self._generation_size:
                 return
-            del self._absent_until[oldest]
+            del absent[oldest]
 
 
 def _short(key: ChunkKey) -> bytes:

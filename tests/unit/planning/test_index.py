@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 import pytest
 
 from s3kv.planning.index import BucketIndex
@@ -53,6 +55,20 @@ def test_expired_misses_are_forgotten() -> None:
         index.note_absent(key(number), 0.0)
     index.note_absent(key(100), 1.0)
     assert len(index) == 1
+
+
+def test_a_miss_costs_the_same_among_many_others() -> None:
+    """Cold prompts ask for 64 chunks each, on the engine's thread."""
+
+    def seconds(alive: int) -> float:
+        index, taken = BucketIndex(capacity=10**6, miss_ttl_s=float(alive)), []
+        for number in range(4 * alive):
+            began = process_time()
+            index.note_absent(key(number), float(number))
+            taken.append(process_time() - began)
+        return sum(taken[-10_000:])
+
+    assert min(seconds(40_000) for _ in range(3)) < 5 * min(seconds(2_500) for _ in range(3))
 
 
 def test_noting_the_same_again_forgets_nothing() -> None:
