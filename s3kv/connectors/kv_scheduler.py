@@ -54,10 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s3kv")
 
-_INDEX_CHUNKS = 2_000_000
-"""Capacity of the bucket index. An entry takes about 150 bytes, so a full index takes 300 MB. Two
-million chunks of 256 tokens are 512 million tokens."""
-
 _LINGER_S = 0.004
 
 
@@ -155,7 +151,7 @@ class SchedulerSide(Guarded):
         room = room_for(slots, slot_bytes, object_bytes)
         ledger = Ledger(
             Table(room, dict(enumerate(object_bytes))),
-            BucketIndex(capacity=_INDEX_CHUNKS),
+            BucketIndex(),
             Breaker(has_disk=config.disk_path is not None),
             world_size=self._world_size,
             may_save=self._may_save,

@@ -73,7 +73,6 @@ logger = logging.getLogger("s3kv")
 
 WHOLE = Shard(range(1), 1, range(1), 1).name
 """The shard of a row, which holds the KV of all ranks."""
-_INDEX_CHUNKS = 2_000_000
 _SETTLE_S = 5.0
 """Time for uploads to end at a reset. vLLM's engine waits meanwhile."""
 _RESULTS = {answer: LookupResult[answer.name] for answer in OffloadAnswer}
@@ -109,7 +108,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         offloading = offloading_spec.config
         blocks = offloading.cache.blocks_per_chunk
         self.planner = OffloadPlanner(
-            BucketIndex(capacity=_INDEX_CHUNKS),
+            BucketIndex(),
             Breaker(has_disk=config.disk_path is not None),
             Pace(fetches_at_once=config.fetches_at_once(row_bytes)),
             rows=rows,

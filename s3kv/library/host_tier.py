@@ -26,8 +26,6 @@ from s3kv.types import ChunkKey, Outcome
 
 logger = logging.getLogger("s3kv")
 
-_INDEX_BLOCKS = 2_000_000
-"""Most blocks whose presence in the bucket is remembered."""
 _OWED_MAX = 1_000_000
 """Most hashes recorded for `flush`, about 200 MB. Further ones replace the oldest, which happens if
 the bucket stays unreachable and `flush` is never called."""
@@ -42,7 +40,7 @@ class HostTier:
         (self.chunk,) = slots.formats.values()
         self.ledger = Ledger(
             Table(EqualSlots(slots.count, slots.slot_bytes)),
-            BucketIndex(capacity=_INDEX_BLOCKS),
+            BucketIndex(),
             Breaker(has_disk=tier.handshake.config.disk_path is not None),
             world_size=1,
         )

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from s3kv.host.table import Entry
 from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
@@ -91,6 +92,8 @@ class ECPlanner:
         self._loading: deque[tuple[Entry, ...]] = deque()
         self._fetches: list[BucketJob] = []
         self._cancels: list[int] = []
+        self._bytes_until: dict[int, int] = {}
+        """Expected bytes of the fetches under way up to each, by its job; empty if not known."""
         self._news = 0
         """Number of events so far that may change how long requests should wait."""
 
@@ -181,13 +184,17 @@ class ECPlanner:
             return None
         if (job := ledger.plan_fetch(wanted.key, now_s, room)) is not None:
             job.about = wanted
+            if until := self._bytes_until:
+                until[job.job_id] = next(reversed(until.values())) + self._sizes.expected(wanted)
             self._fetches.append(job.for_bucket(ItemShape(wanted.rows, job.entry.nbytes)))
         return job
 
     def _facts(self, request: _ItemRequest, now_s: float) -> WaitFacts:
-        last = max(job.job_id for job in request.pending.values())
-        ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
-        bytes_ahead = sum(map(self._sizes.expected, ahead))
+        if not self._bytes_until:
+            fetches = [job for job in self.ledger.jobs if job.is_fetch]
+            sums = accumulate(self._sizes.expected(job.about) for job in fetches)
+            self._bytes_until = dict(zip([job.job_id for job in fetches], sums, strict=True))
+        bytes_ahead = max(self._bytes_until[job.job_id] for job in request.pending.values())
         fetch = self._times(request)
         return WaitFacts(
             now_s=now_s,
@@ -310,6 +317,7 @@ class ECPlanner:
         if not job.is_fetch:
             return
         self._news += 1
+        self._bytes_until.clear()
         self._late.discard(job.job_id)
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)

@@ -47,11 +47,10 @@ class ItemSizes:
 
     def room(self, wanted: Wanted) -> int | None:
         """Largest possible length of its object, in bytes; None if it is certainly too long."""
-        known = self._widths.get(wanted.modality)
-        least = object_bytes(self._dtype, wanted.rows, known or self._width)
+        least = self.expected(wanted)
         if least > self._most:
             return None
-        if known is not None:
+        if wanted.modality in self._widths:
             return least
         return min(self._most, object_bytes(self._dtype, wanted.rows, _WIDEST * self._width))
 

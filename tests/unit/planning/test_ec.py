@@ -7,7 +7,7 @@ import pytest
 from lab.books import check
 from s3kv.messages import ItemLoad, ItemReport, ItemSave
 from s3kv.objects.item_format import object_bytes
-from s3kv.planning.items import Wanted
+from s3kv.planning.items import ItemSizes, Wanted
 from s3kv.planning.pace import FetchTime
 from s3kv.types import Outcome
 from tests.unit.planning.ec_desk import MIB, WIDTH, Desk, nbytes, wanted
@@ -342,3 +342,26 @@ def test_what_does_not_verify_is_encoded(outcome: Outcome) -> None:
     assert len(desk.schedule("r", A).saves) == 1
     assert desk.planner.ledger.table.lookup(A.key) is None
     assert desk.planner.counters[f"fetch_{outcome.name.lower()}"] == 1
+
+
+def test_a_pass_looks_at_each_fetch_once_however_many_requests_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine asks about every waiting request in every pass, and after most something is new."""
+    desk, items, looks = Desk(), [wanted(f"item {n}") for n in range(100)], [0]
+    expected = ItemSizes.expected
+
+    def counted(sizes: ItemSizes, item: Wanted) -> int:
+        looks[0] += 1
+        return expected(sizes, item)
+
+    monkeypatch.setattr(ItemSizes, "expected", counted)
+    for item in items:
+        desk.bucket.add(item.key)
+        desk.ensure(item.identifier, item)
+    assert looks[0] < 4 * len(items), "they arrive in one pass"
+    for _ in range(3):
+        looks[0] = 0
+        desk.answer()
+        assert sum(desk.planner.waits(i.identifier, desk.now_s) for i in items) == len(desk.orders)
+        assert looks[0] < 2 * len(items)
