@@ -134,7 +134,6 @@ def _extents(extents: Extents) -> None:
             for page in range(start, start + (1 << order)):
                 owners[page] += 1
     assert owners == [1] * extents.count, "a page is taken twice, or lost"
-    assert extents._starts == sorted(extents._taken)
 
 
 def _block_table(table: BlockTable) -> None:

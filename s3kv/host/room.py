@@ -18,7 +18,6 @@ Pure bookkeeping: places are numbers.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
@@ -65,15 +64,13 @@ class EqualSlots:
 class Extents:
     """Room for entries of different sizes: extents in a slab of `count` pages."""
 
-    __slots__ = ("_free", "_starts", "_taken", "count")
+    __slots__ = ("_free", "_taken", "count")
 
     unit_bytes = PAGE_BYTES
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._taken: dict[int, int] = {}
-        self._starts: list[int] = []
-        """The keys of `_taken`, sorted."""
         self._free: list[set[int]] = [set() for _ in range(count.bit_length() + 1)]
         """For each order, the first pages of the free blocks of 2**order pages."""
         self._give_back(0, count)
@@ -100,7 +97,6 @@ class Extents:
             if self._free[order]:
                 start = self._free[order].pop()
                 self._taken[start] = units
-                insort(self._starts, start)
                 self._give_back(start + units, (1 << order) - units)
                 return start
         return None
@@ -108,7 +104,6 @@ class Extents:
     def free(self, number: int) -> None:
         """Give an extent back. Raises `KeyError` if none begins at `number`."""
         self._give_back(number, self._taken.pop(number))
-        del self._starts[bisect_left(self._starts, number)]
 
     def shrink(self, number: int, units: int) -> None:
         """Keep the first `units` pages of an extent, as if `allocate` had made it that long.
@@ -138,10 +133,16 @@ class Extents:
 
     def within(self, start: int, end: int) -> list[int]:
         """First pages of the extents with a page in [start, end), in order."""
-        first, last = bisect_left(self._starts, start), bisect_left(self._starts, end)
-        if first and self._starts[first - 1] + self._taken[self._starts[first - 1]] > start:
-            first -= 1
-        return self._starts[first:last]
+        found, page = [], start
+        while page < min(end, self.count):
+            for order, blocks in enumerate(self._free):  # of the extent or free block around it
+                first = page >> order << order
+                pages = 1 << order if first in blocks else self._taken.get(first, 0)
+                if page < first + pages:
+                    break
+            found += [first] if first in self._taken else []
+            page = first + pages
+        return found
 
     def _give_back(self, start: int, pages: int) -> None:
         """Free these pages, in blocks as large as alignment allows, joined with their buddies."""
@@ -154,10 +155,7 @@ class Extents:
             start += 1 << order
 
     def _join(self, start: int, order: int) -> None:
-        while True:
-            buddy = start ^ (1 << order)
-            if buddy not in self._free[order]:
-                break
+        while (buddy := start ^ (1 << order)) in self._free[order]:
             self._free[order].remove(buddy)
             start = min(start, buddy)
             order += 1
