@@ -30,9 +30,11 @@ from s3kv.stores.s3.answers import THROTTLED, Refusal
 
 T = TypeVar("T")
 
-_RENEW_NOW_S = 600
+_RENEW_NOW_S = 60
 """Time before the end of credentials at which requests wait for new ones. botocore looks for them
-five minutes earlier; requests use the old ones meanwhile."""
+14 minutes earlier; requests use the old ones meanwhile, also if there are no others."""
+_RENEW_AGAIN_S = 10.0
+"""Least time between two such looks: a source that fails is not asked for every request."""
 _LOOK_AGAIN_S = 1.0
 """Least time between two searches for credentials. A bucket policy that refuses everything must not
 make us search for every request."""
@@ -65,7 +67,7 @@ class Credentials:
         """The source, and its last answer. Written by the thread that looks."""
         self._looking: asyncio.Future[ReadOnlyCredentials] | None = None
         self._lock = asyncio.Lock()
-        self._look_again_s = 0.0
+        self._look_again_s = self._renew_again_s = 0.0
 
     async def used(self, attempt: Callable[[ReadOnlyCredentials], Awaitable[T]]) -> T:
         """The result of `attempt`, which is made once more if the store refuses these credentials
@@ -82,9 +84,10 @@ class Credentials:
         """Key, secret and token as they are now; two results are equal if all three are."""
         if self._known is not None:
             source, keys = self._known
-            if not _ends_within(source, None):
-                return keys
-            self._look()
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._renew_again_s and _ends_within(source, None):
+                self._renew_again_s = now_s + _RENEW_AGAIN_S
+                self._look()
             if not _ends_within(source, _RENEW_NOW_S):
                 return keys
         return await self._found()

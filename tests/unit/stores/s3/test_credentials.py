@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from botocore.credentials import RefreshableCredentials
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
@@ -164,6 +165,27 @@ async def test_requests_do_not_wait_for_a_renewal_that_is_not_due(
         guard.key = "container1"
         assert await read(store) == len(OBJECT)
         assert guard.asked_by[-1] == "container1"
+
+
+@pytest.mark.parametrize("minutes", [12, 5])
+async def test_credentials_are_used_while_their_source_fails(minutes: int) -> None:
+    """And not every request asks it again, which would keep a source that throttles busy."""
+    asked: list[int] = []
+
+    def renew() -> None:
+        asked.append(1)
+        raise OSError("it is down")
+
+    now = datetime.now(timezone.utc)
+    source = RefreshableCredentials("k", "x", "t", now + timedelta(hours=6), renew, "test")
+    known = credentials.Credentials(lambda: source)
+    await known.frozen()
+    source._expiry_time = now + timedelta(minutes=minutes)
+    for _ in range(5):
+        assert (await known.frozen()).access_key == "k"
+        assert known._looking is not None
+        await asyncio.wait([known._looking])
+    assert len(asked) == 1
 
 
 async def test_a_request_that_is_cancelled_leaves_the_search_to_the_others(
