@@ -164,8 +164,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(messages: list[Down] | list[Up]) -> bytes:
     """Frames that carry `messages` in order; no bytes if there are no messages."""
-    if len(messages) <= _MESSAGES_PER_FRAME:
-        return _frame(messages) if messages else b""
     step = _MESSAGES_PER_FRAME
     return b"".join(_frame(messages[i : i + step]) for i in range(0, len(messages), step))
 

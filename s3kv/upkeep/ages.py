@@ -1,9 +1,9 @@
 """Eviction by age, to keep a bucket within a budget: the least recently written objects go first.
 
 A bucket of millions of objects is listed twice, so that the listing need not be held in memory. The
-first pass counts bytes per second of last write, which determines the cut; the second finds the
-objects before the cut. A refresh is a write, so the order is least recently used first, as exact as
-refreshes are frequent. Pure.
+first pass counts bytes per second of last write (in an old bucket per 2, 4, … seconds), which
+determines the cut; the second finds the objects before the cut. A refresh is a write, so the order
+is least recently used first, as exact as refreshes are frequent. Pure.
 """
 
 from __future__ import annotations
@@ -12,36 +12,45 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+_MOST_TIMES = 2**14
+"""Most times that are told apart, and sorted on the loop that also serves fetches."""
+
 
 @dataclass(slots=True)
 class Cut:
     """The objects to evict: all that were last written before `second` (whole seconds since the
-    epoch), and `nbytes` of those written within it."""
+    epoch), and `nbytes` of those written within `width` seconds from there on."""
 
     second: int
     nbytes: int = 0
+    width: int = 0
 
     def takes(self, modified_s: float, nbytes: int) -> bool:
         """Whether to evict this object. Ask once per object, because objects within the cut's
-        second are counted."""
-        at = math.floor(modified_s)
-        if at != self.second:
-            return at < self.second
-        if self.nbytes <= 0:
-            return False
+        `width` are counted."""
+        after = math.floor(modified_s) - self.second
+        if self.nbytes <= 0 or not 0 <= after < self.width:
+            return after < 0
         self.nbytes -= nbytes
         return True
 
 
 class Ages:
-    """The bytes of a bucket by the second of their last write."""
+    """The bytes of a bucket by the time of their last write, to `_width` seconds."""
 
     def __init__(self) -> None:
         self._bytes: Counter[int] = Counter()
+        self._width = 1
 
     def add(self, modified_s: float, nbytes: int) -> None:
         """Count one object. modified_s: last write, seconds since the epoch."""
-        self._bytes[math.floor(modified_s)] += nbytes
+        second = math.floor(modified_s)
+        self._bytes[second - second % self._width] += nbytes
+        if len(self._bytes) > _MOST_TIMES:
+            self._width *= 2
+            finer, self._bytes = self._bytes, Counter()
+            for at, held in finer.items():
+                self.add(at, held)
 
     @property
     def nbytes(self) -> int:
@@ -53,25 +62,24 @@ class Ages:
         second = math.floor(before_s)
         if max_bytes is None:
             return Cut(second)
-        kept = sorted(at for at in self._bytes if at >= second)
+        kept = sorted(at for at in self._bytes if at + self._width > second)
         excess = sum(self._bytes[at] for at in kept) - max_bytes
         for at in kept:
             if excess <= 0:
                 break
             if self._bytes[at] > excess:
-                return Cut(at, excess)
+                second = max(at, second)
+                return Cut(second, excess, at + self._width - second)
             excess -= self._bytes[at]
-            second = at + 1
+            second = at + self._width
         return Cut(second)
 
     def taken(self, cut: Cut) -> int:
-        """Bytes that the cut evicts, about: it may take one object more of its own second."""
+        """Bytes that the cut evicts, about: it may take one object more within its `width`."""
         before = sum(nbytes for at, nbytes in self._bytes.items() if at < cut.second)
         return before + min(max(cut.nbytes, 0), self._bytes.get(cut.second, 0))
 
     def oldest_s(self, cut: Cut) -> float | None:
-        """Second of the oldest object that the cut leaves; None if it leaves none."""
-        left = [at for at in self._bytes if at > cut.second]
-        if self._bytes.get(cut.second, 0) > cut.nbytes:
-            left.append(cut.second)
+        """Time of the oldest object that the cut leaves, about; None if it leaves none."""
+        left = (max(at, cut.second) for at in self._bytes if at + self._width > cut.second)
         return min(left, default=None)

@@ -11,6 +11,7 @@ A namespace's manifest and shapes go when the namespace holds nothing any more.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
@@ -30,10 +31,6 @@ twentieth of two million objects."""
 _REPORT_EVERY = 1000
 Report = Callable[[str, int, int | None], None]
 """Called with the activity, the number of things done, and their total (None if not known)."""
-
-
-async def _go_on() -> None:
-    pass
 
 
 @dataclass(slots=True)
@@ -72,7 +69,7 @@ class Oldest:
 
     def has_all(self, cut: Cut) -> bool:
         """Whether every object that the cut may take is held."""
-        return self._left_out_s >= cut.second + (cut.nbytes > 0)
+        return self._left_out_s >= cut.second + cut.width
 
     def taken(self, cut: Cut) -> Iterator[tuple[Namespace, ObjectInfo]]:
         """The objects that the cut takes."""
@@ -108,7 +105,7 @@ class Sweep:
     dry_run: bool = False
     on_progress: Report = lambda what, done, total: None
     approve: Callable[[int, int], None] = lambda going, held: None
-    checkpoint: Callable[[], Awaitable[None]] = _go_on
+    checkpoint: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     namespaces: dict[str, Swept] = field(default_factory=dict, init=False)
     oldest_s: float | None = field(default=None, init=False)
     """Last write of the oldest object that the run leaves, to the second; None if there is none."""
@@ -126,7 +123,6 @@ class Sweep:
     async def run(self) -> None:
         """Run the sweep. Raises `StoreError`."""
         cut = await self._survey()
-        second = cut.second
         batch: list[tuple[Swept, ObjectInfo]] = []
         async for victim in self._victims(cut):
             batch.append(victim)
@@ -135,7 +131,7 @@ class Sweep:
                 batch.clear()
         await self._delete(batch)
         for namespace, signs in self._signs.items():
-            if max(sign.modified_s for sign in signs) < second + 1:
+            if max(sign.modified_s for sign in signs) < cut.second + 1:
                 await self._delete_signs(namespace, signs)
 
     async def _survey(self) -> Cut:
@@ -155,7 +151,7 @@ class Sweep:
                 self.on_progress("counting", objects, None)
                 await self.checkpoint()
         cut = ages.cut(max_bytes=self.max_bytes, before_s=self.before_s)
-        if cut.second + (cut.nbytes > 0) > self.spare_s:
+        if cut.second + cut.width > self.spare_s:
             cut = Cut(math.floor(self.spare_s))
         self.approve(ages.taken(cut), ages.nbytes)
         self.oldest_s = ages.oldest_s(cut)
@@ -196,12 +192,9 @@ class Sweep:
         stayed: set[str] = set()
 
         async def look(_: int, listed: ObjectInfo) -> None:
-            now = await tried(lambda: self.store.head(listed.key))
-            # A HEAD gives whole seconds, a listing may give fractions. What is gone may go.
-            if now is not None and (int(now.modified_s), now.etag) != (
-                int(listed.modified_s),
-                listed.etag,
-            ):
+            now = await tried(lambda: self.store.head(listed.key)) or listed  # what is gone may go
+            # A HEAD gives whole seconds, a listing may give fractions.
+            if int(now.modified_s) != int(listed.modified_s) or now.etag != listed.etag:
                 stayed.add(listed.key)
 
         if self.look_again:

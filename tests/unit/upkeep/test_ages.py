@@ -61,3 +61,21 @@ def test_what_a_cut_takes_is_known_before(max_bytes: int | None, before_s: float
     cut = ages.cut(max_bytes=max_bytes, before_s=before_s)
     taken = ages.taken(cut)
     assert taken == sum(cut.takes(s + 0.5, 1) for s in (1, 2, 3) for _ in range(10))
+
+
+@pytest.mark.parametrize("before_s", [0.0, 1e9 + 500_003])
+@pytest.mark.parametrize("max_bytes", [0, 12_345, 600_000, 999_999, 2_000_000])
+def test_of_an_old_bucket_few_times_are_told_apart(max_bytes: int, before_s: float) -> None:
+    """All of them are sorted at once, in a process that serves fetches meanwhile."""
+    times = range(10**9, 10**9 + 1_000_000, 5)
+    ages = counted([(float(at), 5) for at in random.Random(1).sample(times, len(times))])
+    assert len(ages._bytes) <= 2**14
+    assert ages.nbytes == 1_000_000
+    cut = ages.cut(max_bytes=max_bytes, before_s=before_s)
+    oldest_s = ages.oldest_s(cut)
+    kept = [at for at in times if not cut.takes(at, 5)]
+    assert all(at >= int(before_s) for at in kept)
+    wanted = min(max_bytes, sum(5 for at in times if at >= before_s)) if before_s else max_bytes
+    assert min(wanted, 1_000_000) - 2 * 128 < 5 * len(kept) <= max_bytes
+    assert (oldest_s is None) == (not kept)
+    assert not kept or abs(min(kept) - oldest_s) <= 128
