@@ -14,10 +14,11 @@ import functools
 import inspect
 import logging
 import os
+import pickle
 import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s3kv")
 
-_observers: list[weakref.ref[AdapterLoads]] = []
+_observers: weakref.WeakSet[AdapterLoads] = weakref.WeakSet()
+# Every rank sends a report in every step, and most are alike.
+_pack, _unpack = functools.lru_cache(1)(pickle.dumps), functools.lru_cache(1)(pickle.loads)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterStep:
+class AdapterStep(NamedTuple):
     """A step's number. reported: that of the last step whose report on adapters the scheduler had
     when it planned this one."""
 
@@ -45,8 +47,7 @@ NO_STEP = AdapterStep(0, 0)
 """The time before the first step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
+class LoadedAdapter(NamedTuple):
     """An adapter as it was loaded. name: what vLLM hashes of it. digest: of its files."""
 
     name: str
@@ -60,6 +61,12 @@ class AdapterReport:
 
     number: int
     by_id: dict[int, LoadedAdapter] = field(default_factory=dict)
+
+    def __getstate__(self) -> tuple[int, bytes]:
+        return self.number, _pack(tuple(sorted(self.by_id.items())))
+
+    def __setstate__(self, state: tuple[int, bytes]) -> None:
+        self.number, self.by_id = state[0], dict(_unpack(state[1]))
 
     def merge(self, other: AdapterReport) -> None:
         self.number = min(self.number, other.number)
@@ -102,8 +109,7 @@ class AdapterLoads:
                 "s3kv does not cache requests with adapters (LoRA): this version of vLLM loads "
                 "them in a way that s3kv does not know"
             )
-        _observers[:] = [known for known in _observers if known() is not None]
-        _observers.append(weakref.ref(self))
+        _observers.add(self)
 
     # --- a step ----------------------------------------------------------------------------
 
@@ -226,14 +232,13 @@ def _wrap() -> bool:
         return False
     if hasattr(load, "observed_by_s3kv"):
         return True
-    if list(inspect.signature(load).parameters) != ["self", "lora_request"]:
-        return False
-    if not hasattr(WorkerLoRAManager, "list_adapters"):
+    is_known = list(inspect.signature(load).parameters) == ["self", "lora_request"]
+    if not is_known or not hasattr(WorkerLoRAManager, "list_adapters"):
         return False
 
     @functools.wraps(load)
     def observed(self: Any, lora_request: LoRARequest) -> Any:
-        loads = next((o for ref in _observers if (o := ref()) and o.serves(self)), None)
+        loads = next((o for o in _observers if o.serves(self)), None)
         if loads is None:
             return load(self, lora_request)
         before = loads.digest_now(lora_request)

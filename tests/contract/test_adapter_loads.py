@@ -5,6 +5,7 @@ The loads go through vLLM's own `WorkerLoRAManager._load_adapter`, whose inside 
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -241,3 +242,17 @@ def test_only_adapters_that_all_ranks_report_count() -> None:
     report = AdapterReport(4, {1: one, 2: two, 3: one})
     report.merge(AdapterReport(3, {1: one, 2: one}))
     assert report == AdapterReport(3, {1: one})
+
+
+def test_a_report_like_the_last_one_is_neither_packed_nor_unpacked_again() -> None:
+    """Every rank sends one in every step, and an engine may have hundreds of adapters."""
+    adapters = {number: LoadedAdapter(f"a{number}", b"1") for number in (2, 1)}
+    first, again, other = (
+        pickle.loads(pickle.dumps(AdapterReport(number, dict(found))))
+        for number, found in enumerate([adapters, adapters, {1: LoadedAdapter("a1", b"2")}])
+    )
+    assert first == AdapterReport(0, adapters)
+    assert other == AdapterReport(2, {1: LoadedAdapter("a1", b"2")})
+    assert all(again.by_id[number] is first.by_id[number] for number in adapters)
+    again.merge(other)
+    assert (again.by_id, first.by_id) == ({}, adapters)

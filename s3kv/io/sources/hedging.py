@@ -108,9 +108,6 @@ class Unanswered:
         """When they were sent, oldest first, by the future that is done once the read is late."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._sent_s)
-
     def sent(self) -> asyncio.Future[None]:
         """Note a read that is sent now. Returns the future that is done once it is late."""
         read: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,7 +118,7 @@ class Unanswered:
 
     def answered(self, read: asyncio.Future[None]) -> None:
         """Note a read's first byte, or its end. Idempotent."""
-        if self._sent_s.pop(read, None) is not None and len(self) <= _LAST:
+        if self._sent_s.pop(read, None) is not None and len(self._sent_s) <= _LAST:
             self._look()
 
     def _look(self) -> None:
@@ -129,13 +126,12 @@ class Unanswered:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        late_s = self._lateness.late_s(len(self))
+        late_s = self._lateness.late_s(len(self._sent_s))
         for read, sent_s in self._sent_s.items():
             if read.done():
                 continue
             if now_s() < sent_s + late_s:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_at(sent_s + late_s, self._look)
+                self._timer = asyncio.get_running_loop().call_at(sent_s + late_s, self._look)
                 return
             read.set_result(None)
 

@@ -113,7 +113,6 @@ class Pacing:
         return answer
 
     def _may_hedge(self, until_s: float) -> bool:
-        is_waited_for = now_s() < until_s
-        allowed = is_waited_for and not self.window.is_cut and self._lateness.take()
+        allowed = now_s() < until_s and not self.window.is_cut and self._lateness.take()
         self.hedges += allowed
         return allowed

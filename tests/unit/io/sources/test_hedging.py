@@ -105,14 +105,14 @@ async def test_all_reads_are_late_in_the_end(monkeypatch: pytest.MonkeyPatch) ->
 async def test_reads_are_counted_until_their_first_byte_and_late_by_the_clock() -> None:
     reads = Reads()
     first, second = reads.send(2)
-    assert len(reads.them) == 2
+    assert len(reads.them._sent_s) == 2
     reads.them.answered(first)
     reads.them.answered(first)
-    assert len(reads.them) == 1
+    assert len(reads.them._sent_s) == 1
     await asyncio.wait_for(second, 30)
-    assert len(reads.them) == 1
+    assert len(reads.them._sent_s) == 1
     reads.them.answered(second)
-    assert len(reads.them) == 0
+    assert len(reads.them._sent_s) == 0
 
 
 class Requests:
