@@ -21,6 +21,9 @@ _RECEIVE_BYTES = 2**16
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Variables by which OpenMP binds threads to cores; the first thread is bound when the library is
 loaded. vLLM's CPU workers load it into every process they start (LD_PRELOAD)."""
+_KILLED_S = 2.0
+"""Longest wait for a killed process. One whose disk hangs ends when the disk answers, and runs
+none of its code meanwhile."""
 _LAST_LINES_S = 0.2
 """Longest wait for the last lines of a dead process to be logged."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -138,11 +141,11 @@ class Child:
         """Hang up and wait for the process to end; kill it after `timeout_s`."""
         self._sock.close()
         self.hung_up = True
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        for wait_s in (timeout_s, _KILLED_S):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)
+                break
             self._process.kill()
-            self._process.wait()
         self._log.finish(_LAST_LINES_S)
 
 

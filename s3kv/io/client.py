@@ -73,8 +73,7 @@ class IoClient:
         """Sums over all processes so far, at most about one second old."""
         self.life = ProcessLife()
         """For reading only."""
-        self._handshake = handshake
-        self._clock = clock
+        self._handshake, self._clock = handshake, clock
         self._jobs = OutstandingJobs(clock)
         self._make_child: Callable[[], Child] = lambda: Child(slab.fd, module, processors)
         self._child: Child | None = None
@@ -211,11 +210,6 @@ class IoClient:
     def pid(self) -> int | None:
         """Id of the current process; None without one."""
         return None if self._child is None else self._child.pid
-
-    @property
-    def outstanding(self) -> int:
-        """Number of jobs accepted and not yet returned by `poll`."""
-        return len(self._jobs)
 
     def _post(self, message: wire.Down) -> None:
         """Queue a message for the process, if it is up."""

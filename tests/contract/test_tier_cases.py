@@ -316,7 +316,7 @@ def test_a_reset_ends_what_is_under_way_and_drops_what_has_not_begun(start: Star
         engine.step()
     assert (load.call_count, drain.call_count, manager.has_pending_work()) == (1, 1, False)
     assert manager.primary_tier._num_allocated_chunks == 0
-    assert engine.tier._tier.client.outstanding == 0
+    assert len(engine.tier._tier.client._jobs) == 0
     assert other.look_up(stored, other.request()) == [HIT] * 3
     assert engine.look_up(stored, engine.request()) == [MISS] * 3
     manager.prepare_store(later := keys(1), context)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 
 import pytest
@@ -38,6 +40,24 @@ def test_the_longest_timeout_of_the_settings_is_no_error() -> None:
     while not child.hung_up:  # there is no such module
         assert child.receive(config.drain_timeout_s) == []
     child.end(5.0)
+    slab.close()
+
+
+def test_a_process_that_no_signal_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = Slab.create(4096)
+    child = Child(slab.fd, "s3kv.io")
+    process, slept_s = child._process, list[float]()
+
+    def wait(timeout: float | None = None) -> int:
+        assert timeout is not None, "it would wait for as long as a disk hangs"
+        slept_s.append(timeout)
+        raise subprocess.TimeoutExpired("s3kv.io", timeout)
+
+    with monkeypatch.context() as uninterruptible:
+        uninterruptible.setattr(process, "wait", wait)
+        child.end(5.0)
+    assert len(slept_s) == 2
+    assert process.wait() == -signal.SIGKILL
     slab.close()
 
 

@@ -299,7 +299,7 @@ def test_a_killed_process_is_replaced_and_its_jobs_fail_once(
     until(lambda: client.poll() or client.life.state is State.UP)
     assert end_of_fetch(client, 1).outcome is Outcome.OK
     assert bytes(rig.slot(slab, 1)) == stubborn.body
-    assert (client.life.starts, client.life.deaths, client.outstanding) == (2, 1, 0)
+    assert (client.life.starts, client.life.deaths, len(client._jobs)) == (2, 1, 0)
 
 
 def test_an_idle_client_reads_only_when_it_checks_its_process(
