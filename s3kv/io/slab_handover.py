@@ -44,8 +44,7 @@ class SlabTaker:
     """
 
     def __init__(self, name: str, take: Callable[[Slab], None], word: bytes) -> None:
-        self._take = take
-        self._word = word
+        self._take, self._word = take, word
         self._slab: Slab | None = None
         self._offerer: socket.socket | None = None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -52,9 +52,7 @@ class Outbox:
     """
 
     def __init__(self, client: IoClient, slab: Slab, clock: Callable[[], float]) -> None:
-        self._client = client
-        self._slab = slab
-        self._clock = clock
+        self._client, self._slab, self._clock = client, slab, clock
         self._failure_log = JobEndLog(clock)
         self._extents = Extents(slab.nbytes // PAGE_BYTES)
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()

@@ -67,14 +67,13 @@ class Service:
         compressor: Compressor | None = None,
     ) -> None:
         config = handshake.config
-        self._handshake = handshake
-        self._slab = slab
-        self._store = store
-        self._send = send
-        self._hang_up = hang_up
+        self._handshake, self._slab, self._store = handshake, slab, store
+        self._send, self._hang_up = send, hang_up
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
         self._formats = Formats(handshake, slab.nbytes)
         self._queue = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
+        # A bucket that is slow or throttles holds back no hits of the disk.
+        self._near = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
         registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
         self._housekeeping = Housekeeping(
             store, config, registration, lambda: self._queue.has_spare, rng
@@ -149,7 +148,7 @@ class Service:
                 raise wire.WireError("a second Handshake")
 
     def _accept(self, message: BucketJob) -> None:
-        if message.job_id in self._queue:
+        if message.job_id in self._queue or message.job_id in self._near:
             raise wire.WireError(f"job {message.job_id} has not ended and was sent again")
         if self._drain_left is not None:
             self._send_end(_unsent(message, Outcome.CANCELLED, "shutting down"))
@@ -163,7 +162,8 @@ class Service:
         except ValueError as error:
             self._send_end(_unsent(message, Outcome.INVALID, str(error)))
             return
-        self._queue.add(job)
+        is_near = self._disk is not None and job.kind is JobKind.FETCH
+        (self._near if is_near else self._queue).add(job)
         self._start_jobs()
 
     def _use_ended(self, message: BucketJob, outcome: Outcome, fresh_s: float) -> None:
@@ -191,18 +191,26 @@ class Service:
 
     def _start_jobs(self) -> None:
         self._queue.limit_requests(self._bucket.pacing.window.size)
-        while self._started and (job := self._queue.take()) is not None:
-            task = asyncio.get_running_loop().create_task(self._chain.run(job))
-            self._tasks[job.job_id] = task
-            task.add_done_callback(partial(self._job_ended, job, time.monotonic()))
+        asked = None if self._disk is None else False
+        for queue, near in ((self._near, True), (self._queue, asked)):
+            while self._started and (job := queue.take()) is not None:
+                task = asyncio.get_running_loop().create_task(self._chain.run(job, near))
+                self._tasks[job.job_id] = task
+                task.add_done_callback(partial(self._job_ended, queue, job, time.monotonic()))
 
-    def _job_ended(self, job: TransferJob, started_s: float, task: asyncio.Task[JobEnd]) -> None:
+    def _job_ended(
+        self, queue: JobQueue, job: TransferJob, started_s: float, task: asyncio.Task[JobEnd]
+    ) -> None:
         del self._tasks[job.job_id]
-        self._cancelled.discard(job.job_id)
-        self._queue.end(job)
+        queue.end(job)
         end = self._end_of(job, task)
-        end.seconds = time.monotonic() - started_s
-        self._send_end(end)
+        is_absent = end.outcome is Outcome.MISSING and not end.reason
+        if queue is self._near and is_absent and not job.near and job.job_id not in self._cancelled:
+            self._queue.add(job)
+        else:
+            self._cancelled.discard(job.job_id)
+            end.seconds = time.monotonic() - started_s
+            self._send_end(end)
         self._start_jobs()
         self._check_drained()
 
@@ -222,7 +230,7 @@ class Service:
         self._send(end)
 
     def _cancel(self, job_id: int, *, if_waiting: bool = False) -> None:
-        job = self._queue.withdraw(job_id)
+        job = self._queue.withdraw(job_id) or self._near.withdraw(job_id)
         if job is not None:
             self._send_end(job.end(Outcome.CANCELLED, "cancelled before it began"))
         elif job_id in self._tasks and job_id not in self._cancelled and not if_waiting:
@@ -235,7 +243,7 @@ class Service:
         self._queue.in_hurry = True
         self._housekeeping.drain()
         self._compressor.in_hurry = True
-        for job_id in self._queue.ids(JobKind.FETCH):
+        for job_id in self._near.ids(JobKind.FETCH) + self._queue.ids(JobKind.FETCH):
             self._cancel(job_id)
         loop = asyncio.get_running_loop()
         self._bucket.drain_until_s = loop.time() + timeout_s
@@ -251,7 +259,7 @@ class Service:
         self._check_drained()
 
     def _check_drained(self) -> None:
-        idle = not self._queue.running and not self._queue.waiting
+        idle = not any(queue.running or queue.waiting for queue in (self._near, self._queue))
         if self._drain_left is not None and idle and not self._drained.is_set():
             self._drained.set()
             self._send(wire.Drained(self._drain_left))
@@ -270,9 +278,9 @@ class Service:
             counters |= self._disk.counters
         if self._compressor.decoder.codec is not None:
             counters |= self._compressor.counters | self._compressor.decoder.counters
-        return wire.Stats(
-            queue.waiting, queue.running, queue.running_bytes, pacing.window.size, counters
-        )
+        waiting, running = queue.waiting + self._near.waiting, queue.running + self._near.running
+        nbytes = queue.running_bytes + self._near.running_bytes
+        return wire.Stats(waiting, running, nbytes, pacing.window.size, counters)
 
     async def finish(self) -> None:
         """Wait for a drain in progress, end every task, and close the store."""

@@ -82,18 +82,17 @@ class Chain:
     def __init__(
         self, sources: Sequence[Source], bucket: BucketSource, disk: DiskSource | None = None
     ) -> None:
-        self._sources = sources
-        self._bucket = bucket
-        self._disk = disk
+        self._sources, self._bucket, self._disk = sources, bucket, disk
         self._fetches: dict[str, tuple[asyncio.Task[Any] | None, float]] = {}
         """The last fetches, by key: the task, which may have ended, and when it began. The oldest
         are first."""
 
-    async def run(self, job: TransferJob) -> JobEnd:
+    async def run(self, job: TransferJob, near: bool | None = None) -> JobEnd:
         """Move one object, in a task of its own. After it has returned, raised or been cancelled,
-        nothing reads or writes `job.place`."""
+        nothing reads or writes `job.place`. near: whether a fetch asks only the sources of this
+        host, or only the others; None: all."""
         if job.kind is JobKind.FETCH:
-            return await self._fetch(job)
+            return await self._fetch(job, near)
         fresh_s = await self._found_fresh_s(job.key)
         if fresh_s is not None:
             return job.end(Outcome.EXISTS, fresh_s=fresh_s)
@@ -104,13 +103,15 @@ class Chain:
         await self._keep(job, job.nbytes)  # whatever the bucket says: it is sealed
         return end
 
-    async def _fetch(self, job: TransferJob) -> JobEnd:
+    async def _fetch(self, job: TransferJob, near: bool | None) -> JobEnd:
         self._fetches.pop(job.key, None)
         self._fetches[job.key] = asyncio.current_task(), now_s()
         if len(self._fetches) > _FOUND_KEYS:
             del self._fetches[next(iter(self._fetches))]
         end = job.end(Outcome.MISSING, f"{job.key} has no source", near=job.near)
-        for source in (s for s in self._sources if s.is_near or not job.near):
+        for source in self._sources:
+            if (job.near and not source.is_near) or near not in (None, source.is_near):
+                continue
             try:
                 answer = await source.fetch(job)
             except StoreError as error:
@@ -137,6 +138,8 @@ class Chain:
         if task is None:
             return None
         await asyncio.wait([task])
+        if self._fetches.get(key, (task,))[0] is not task:  # it goes on beyond this host
+            return await self._found_fresh_s(key)
         self._fetches.pop(key, None)
         if task.cancelled() or task.exception() or now_s() >= began_s + _FOUND_S:
             return None

@@ -104,9 +104,7 @@ class DiskSource:
         self, directory: Directory, workers: Workers, refresher: Refresher, *, keeps_uploads: bool
     ) -> None:
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        self._directory = directory
-        self._workers = workers
-        self._refresher = refresher
+        self._directory, self._workers, self._refresher = directory, workers, refresher
         self._keeps_uploads = keeps_uploads
         self._copies = StagingMemory(MOST_COPIED_BYTES)
         self._off_until_s = {"reading": 0.0, "writing": 0.0}

@@ -67,9 +67,7 @@ class OtherShards:
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
         self._shard = Shard.parse(handshake.shard)
         self._pages = handshake.pages
-        self._fetch = fetch
-        self._borrow = borrow
-        self._staging = staging
+        self._fetch, self._borrow, self._staging = fetch, borrow, staging
         self._shapes: set[Shard] = set()
         self._covers: dict[int, list[ShardCover]] = {}
         """By coverage, the covers that follow from the present shapes."""

@@ -55,8 +55,7 @@ class Watch:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._patience = patience
-        self._stalled = stalled
-        self._is_draining = is_draining
+        self._stalled, self._is_draining = stalled, is_draining
         self._timer: asyncio.TimerHandle | None = None
         self._wait_ms = 0
         self._give_up_s = 0.0

@@ -125,6 +125,6 @@ async def forgets_to_delete(self: Sweep, objects: Any) -> Any:
 
 
 @instead_of(Chain, "_fetch")
-async def takes_a_deleted_chunk_for_an_error(self: Chain, job: Any) -> JobEnd:
-    end = await fetch(self, job)
+async def takes_a_deleted_chunk_for_an_error(self: Chain, job: Any, near: Any) -> JobEnd:
+    end = await fetch(self, job, near)
     return job.end(Outcome.FAILED) if end.outcome is Outcome.MISSING else end

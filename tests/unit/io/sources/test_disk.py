@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreUnavailable
@@ -35,9 +36,11 @@ def serving(bucket: MemoryStore, tmp_path: Path) -> Serving:
     """A process that has counted the files of its disk."""
 
     @asynccontextmanager
-    async def serving(disk_bytes: int = 2**30, **settings: Any) -> AsyncIterator[Worker]:
+    async def serving(
+        disk_bytes: int = 2**30, store: MemoryStore = bucket, **settings: Any
+    ) -> AsyncIterator[Worker]:
         how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": disk_bytes, **settings}
-        async with rig.serving(bucket, max_wait_ms=200, **how) as (worker, _):
+        async with rig.serving(store, max_wait_ms=200, **how) as (worker, _):
             await rig.counted(tmp_path / "cache")
             yield worker
 
@@ -225,6 +228,74 @@ async def test_a_file_that_cannot_be_read_fails_the_disk_once(
             await until_counted(worker, failed=1, writes=2)
             assert (await fetched(worker)).source == "disk"
         await until_counted(worker, failed=1)
+
+
+class Hanging(MemoryStore):
+    """Answers reads once `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def begin(self, verb: str, key: str) -> None:
+        await super().begin(verb, key)
+        if verb == "get_into":
+            await self.answers.wait()
+
+
+@pytest.fixture
+def hanging() -> Hanging:
+    return Hanging()
+
+
+@pytest.mark.parametrize("near", [True, False])
+async def test_a_bucket_that_hangs_holds_back_no_hit(
+    near: bool, serving: Serving, hanging: Hanging
+) -> None:
+    rig.hold(hanging, 1)
+    async with serving(store=hanging, max_inflight_requests=1) as worker:
+        assert (await fetched(worker)).source == "bucket"
+        await until_counted(worker, writes=1)
+        hanging.answers.clear()
+        worker.say(rig.fetch(2))
+        while hanging.asked["get_into"] < 2:
+            await worker.settled()
+        hit = structs.replace(rig.fetch(1), near=near)
+        end = await asyncio.wait_for(worker.end_of(hit), 30)
+        assert (end.outcome, end.source) == (Outcome.OK, "disk")
+        hanging.answers.set()
+        assert (await worker.done(1))[2].outcome is Outcome.MISSING
+
+
+async def test_an_upload_waits_for_the_bucket_that_its_fetch_asks_after_the_disk(
+    serving: Serving, hanging: Hanging
+) -> None:
+    rig.hold(hanging, 1)
+    async with serving(store=hanging) as worker:
+        hanging.answers.clear()
+        worker.fill(2, number=1)
+        worker.say(rig.fetch(1), rig.upload(2, number=1))
+        while hanging.asked["get_into"] < 1:
+            await worker.settled()
+        await worker.settled()
+        hanging.answers.set()
+        ends = await worker.done(2)
+        assert (ends[1].outcome, ends[2].outcome) == (Outcome.OK, Outcome.EXISTS)
+        assert hanging.asked["put"] == 0
+
+
+async def test_a_fetch_is_given_up_wherever_it_is(serving: Serving, hanging: Hanging) -> None:
+    """Read from the disk, waiting for the bucket, or read from it; it ends once."""
+    hanging.answers.clear()
+    async with serving(store=hanging, max_inflight_requests=1) as worker:
+        worker.say(*map(rig.fetch, range(1, 5)))
+        while hanging.asked["get_into"] < 1:
+            await worker.settled()
+        worker.say(*(wire.Cancel(number) for number in range(4, 0, -1)), wire.Drain(1.0))
+        ends = await worker.done(4)
+        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
+        assert await worker.hear() == wire.Drained(0)
 
 
 async def test_a_read_that_hangs_costs_its_patience(
