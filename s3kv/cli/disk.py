@@ -30,8 +30,7 @@ class DiskInventory:
     block the loop, and raise `OSError`."""
 
     def __init__(self, directory: Directory, prefix: str) -> None:
-        self._directory = directory
-        self._prefix = prefix
+        self._directory, self._prefix = directory, prefix
 
     async def get_into(
         self, key: str, place: Place, receiver: Receiver | None = None

@@ -72,9 +72,7 @@ class Directory:
     """
 
     def __init__(self, path: Path, prefix: str, most_bytes: int) -> None:
-        self.path = path
-        self.most_bytes = most_bytes
-        self.prefix = prefix
+        self.path, self.prefix, self.most_bytes = path, prefix, most_bytes
 
     @classmethod
     def open(cls, path: str, prefix: str, most_bytes: int) -> Directory:

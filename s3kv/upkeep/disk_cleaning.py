@@ -7,6 +7,8 @@ share the directory cleans it at a time.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from s3kv.stores.disk import Directory
 from s3kv.upkeep.ages import Ages
 
@@ -43,5 +45,9 @@ def clean(directory: Directory, wanted_bytes: int = 0) -> int:
         if lacking := directory.missing_bytes():
             left = min(left, max(0, ages.nbytes - 2 * lacking))
         cut = ages.cut(max_bytes=left)
-        old = (file for file in directory.files() if cut.takes(file.used_s, file.nbytes))
-        return sum(directory.delete(file.path) for file in old)
+        deleted = 0
+        for file in directory.files():
+            if cut.takes(file.used_s, file.nbytes):
+                with suppress(OSError):  # one that cannot be deleted must not keep the others
+                    deleted += directory.delete(file.path)
+        return deleted

@@ -46,8 +46,7 @@ class Connection(asyncio.BufferedProtocol):
         self._answer: asyncio.Future[Response] | None = None
         self._writable = asyncio.Event()
         self._watch = Watch(patience, self._fail, self._is_draining)
-        self._unsent_bytes = 0
-        self._rested = False
+        self._unsent_bytes, self._rested = 0, False
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self.idle_since_s = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -64,6 +65,23 @@ def test_reserved_bytes_of_a_dead_writer_are_free(directory: Directory) -> None:
     assert clean(directory) == 0
     assert directory.used_bytes() == 9_000
     assert not os.listdir(directory.path / "writing")
+
+
+def test_a_file_that_cannot_be_deleted_keeps_no_others(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(directory, range(96))
+    stays, unlink = str(directory.file_of(rig.object_key(0))), os.unlink
+
+    def refusing(path: str) -> None:
+        if path == stays:
+            raise OSError(errno.EUCLEAN, "structure needs cleaning")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refusing)
+    assert clean(directory) == 1_000
+    assert left(directory) == {0, *range(11, 96)}
+    assert directory.used_bytes() == 8_600
 
 
 def test_only_one_process_deletes(directory: Directory) -> None:
