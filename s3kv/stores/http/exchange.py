@@ -73,10 +73,12 @@ class Response:
     body: bytes
 
 
-def whole_of(bounds: str, headers: Mapping[str, str], received: int) -> int | None:
-    """Length of the whole object, from the headers of an answer with a part of it. bounds: the
-    header `Range` of the request. received: length of the answer's body. None if the answer is not
-    the bytes within these bounds, up to the object's end. Pure."""
+def whole_of(bounds: str | None, headers: Mapping[str, str], received: int) -> int | None:
+    """Length of the whole object, from the headers of an answer with it or a part of it. bounds:
+    the header `Range` of the request, if it has one. received: length of the answer's body. None if
+    the answer is not the bytes within these bounds, up to the object's end. Pure."""
+    if bounds is None:
+        return received
     requested = re.fullmatch(r"bytes=(\d+)-(\d+)", bounds)
     served = re.fullmatch(_CONTENT_RANGE, headers.get("content-range", ""))
     if requested is None or served is None:
@@ -171,7 +173,9 @@ class Exchange:
         if length is None or "transfer-encoding" in headers:  # which would take precedence
             raise BadAnswer("an object in chunks, or without Content-Length")
         self._wanted = int(length)
-        memory = self._landing(into, headers)
+        whole = whole_of(self._request.headers.get("Range"), headers, self._wanted)
+        receiver = self._request.receiver
+        memory = None if whole is None else landing(into, receiver, self._wanted, whole)
         if memory is None:
             return self._finish(reusable=False)
         first, _ = self._parser.trailing_data
@@ -188,13 +192,6 @@ class Exchange:
         self._filled += nbytes
         if self._request.receiver is not None:
             self._request.receiver.arrived(self._filled)
-
-    def _landing(self, into: Place, headers: Mapping[str, str]) -> Place | None:
-        bounds = self._request.headers.get("Range")
-        whole = self._wanted if bounds is None else whole_of(bounds, headers, self._wanted)
-        if whole is None:
-            return None
-        return landing(into, self._request.receiver, self._wanted, whole)
 
     def _keeps_alive(self) -> bool:
         assert self._head is not None

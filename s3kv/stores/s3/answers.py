@@ -123,7 +123,7 @@ def length_of(call: Call, bounds: str | None, received: int, headers: Mapping[st
     """Length of the whole object. bounds: the header `Range` of the request, if it has one.
     received: length of the answer's body. Raises `StoreUnranged` if the answer is not that range,
     up to the object's end."""
-    whole = received if bounds is None else whole_of(bounds, headers, received)
+    whole = whole_of(bounds, headers, received)
     if whole is None:
         told = headers.get("content-range", "")
         raise StoreUnranged(f"{call}: {received} bytes with Content-Range {told!r} for {bounds}")
@@ -139,11 +139,12 @@ def _seconds(date: str | None) -> float | None:
 
 
 class ListingPage(NamedTuple):
-    """One page of a listing. folders: common prefixes. token: of the next page; empty: the last."""
+    """One page of a listing. folders: common prefixes. token: of the next page; empty: the last;
+    None: there are more, but no token, as from a server that knows only the first ListObjects."""
 
     objects: Sequence[ObjectInfo]
     folders: Sequence[str]
-    token: str
+    token: str | None
 
 
 def read_page(body: bytes, call: Call) -> ListingPage:
@@ -155,7 +156,8 @@ def read_page(body: bytes, call: Call) -> ListingPage:
         return ListingPage(
             [_listed(item, name) for item in root.iterfind("{*}Contents")],
             [name(_text(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")],
-            root.findtext("{*}NextContinuationToken") or "",
+            root.findtext("{*}NextContinuationToken")
+            or (None if root.findtext("{*}IsTruncated") == "true" else ""),
         )
     except _UNREADABLE as error:
         raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error

@@ -130,8 +130,7 @@ class FastClient:
         self, config: Config, address: Address | None = None, *, ready: int = 0, threads: int = 1
     ) -> None:
         self.traffic = Traffic()
-        self._config = config
-        self._address = address
+        self._config, self._address = config, address
         self._ready, self._threads = ready, threads
         self._opening = asyncio.Lock()
         self._opened: tuple[Address, Credentials, Pool | ThreadedPool] | None = None
@@ -148,9 +147,8 @@ class FastClient:
         return info_of(key, length_of(call, bounds, response.nbytes, told), told)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
-        headers = {"Content-Type": CONTENT_TYPE}
-        if if_absent:
-            headers["If-None-Match"] = "*"
+        more = {"If-None-Match": "*"} if if_absent else {}
+        headers = {"Content-Type": CONTENT_TYPE, **more}
         await self._send("s3:PutObject", "PUT", key, headers=headers, body=place)
 
     async def copy(self, key: str, modified_s: float) -> bool:

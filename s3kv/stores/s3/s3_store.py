@@ -219,16 +219,17 @@ class S3Store:
         while True:
             for info in page.objects:
                 yield info
-            if not page.token:
+            if page.token == "":
                 return
             page = await self._list_page(prefix, PAGE_KEYS, token=page.token)
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        found, token = list[str](), ""
+        found: list[str] = []
+        token: str | None = ""
         for _ in range(0, limit, PAGE_KEYS):
             page = await self._list_page(prefix, min(limit, PAGE_KEYS), delimiter="/", token=token)
             found += [name[len(prefix) :].rstrip("/") for name in page.folders]
-            if not (token := page.token):
+            if (token := page.token) == "":
                 break
         return found[:limit]
 
@@ -240,8 +241,12 @@ class S3Store:
     async def close(self) -> None:
         await self.client.close()
 
-    async def _list_page(self, prefix: str, keys: int, **where: str) -> ListingPage:
-        page = await _answer(self.client.list_page(prefix, keys, **where))
+    async def _list_page(
+        self, prefix: str, keys: int, *, token: str | None = "", **where: str
+    ) -> ListingPage:
+        if token is None:
+            raise StoreError(f"{self!r} lists {keys:,} keys, no more: it has no ListObjectsV2")
+        page = await _answer(self.client.list_page(prefix, keys, token=token, **where))
         assert page is not None
         return page
 

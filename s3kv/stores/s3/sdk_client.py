@@ -80,8 +80,7 @@ class SdkClient:
 
     def __init__(self, config: Config, address: Address) -> None:
         self.traffic = Traffic()
-        self._address = address
-        self._config = config
+        self._config, self._address = config, address
         self._patience = patience_of(config)
         self._permits = asyncio.Semaphore(config.pool_size)
         self._session = AioSession()
@@ -105,7 +104,7 @@ class SdkClient:
                 if "content-length" not in headers:
                     raise BadAnswer("an object without Content-Length")
                 nbytes = int(headers["content-length"])
-                whole = nbytes if bounds is None else whole_of(bounds, headers, nbytes)
+                whole = whole_of(bounds, headers, nbytes)
                 memory = None if whole is None else landing(place, receiver, nbytes, whole)
                 if memory is not None:
                     await _fill(memory, body, watch, receiver)
@@ -170,7 +169,8 @@ class SdkClient:
             for i in page.get("Contents", ())
         ]
         folders = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
-        return ListingPage(objects, folders, page.get("NextContinuationToken", ""))
+        more = None if page.get("IsTruncated") else ""
+        return ListingPage(objects, folders, page.get("NextContinuationToken") or more)
 
     async def close(self) -> None:
         async with self._opening:
@@ -317,9 +317,7 @@ class _Pieces:
     """
 
     def __init__(self, place: Place, watch: Watch, patience: Patience) -> None:
-        self._place = place
-        self._watch = watch
-        self._patience = patience
+        self._place, self._watch, self._patience = place, watch, patience
 
     def __len__(self) -> int:
         return self._place.nbytes

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from s3kv.config import Config
-from s3kv.errors import ConfigError, StoreUnavailable
+from s3kv.errors import ConfigError, StoreError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.place import Place
@@ -26,9 +26,33 @@ from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
 from tests.unit.io import rig
 from tests.unit.stores.relay import relay
-from tests.unit.stores.s3.conftest import OpenStore, opened
+from tests.unit.stores.s3.conftest import OpenStore, facing, opened
 from tests.unit.stores.s3.test_address import ACCOUNT, POINT
 from tests.unit.stores.suite import fetch, pattern
+
+
+class OldServer:
+    """It knows only the first ListObjects, and holds more keys than it lists at once."""
+
+    def answer(self, head: str, body: bytes) -> bytes:
+        keys = int(re.findall(r"max-keys=(\d+)", head)[0])
+        one = (
+            "<Contents><Key>s3kv/k</Key><Size>1</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        )
+        more = "<Name>bkt</Name><IsTruncated>true</IsTruncated>"
+        return servers.http(f"<ListBucketResult>{more}{one * keys}</ListBucketResult>")
+
+
+async def test_a_listing_that_cannot_go_on_is_an_error(s3_store: OpenStore) -> None:
+    async with facing(OldServer(), s3_store) as (_, store):
+        assert await store.check()
+        with pytest.raises(StoreError, match="lists 1,000 keys, no more"):
+            assert [info async for info in store.list("s3kv/")] == []
+        assert await store.folders("s3kv/", 1_000) == []
+        with pytest.raises(StoreError, match="ListObjectsV2"):
+            await store.folders("s3kv/", 2_000)
+
 
 PROXY = {"HTTPS_PROXY": "http://u:secret@proxy.example:3128"}
 
