@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from s3kv.errors import S3KVError
@@ -59,16 +58,13 @@ class ArmProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
                 self.ask("end")
-                self._wait()
+                self._process.wait(ANSWER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise self._failed("the engine did not end") from None
         finally:
             self._kill()
 
@@ -86,12 +82,6 @@ class ArmProcess:
         """Processor time of the living processes of the arm, in seconds."""
         ticks = (sum(map(int, each[_UTIME : _UTIME + 2])) for each in self._processes().values())
         return sum(ticks) / _TICKS_PER_S
-
-    def _wait(self) -> None:
-        try:
-            self._process.wait(ANSWER_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise self._failed("the engine did not end") from None
 
     def _processes(self) -> dict[int, list[str]]:
         """The processes of the session, with the fields of their stat after the name."""

@@ -50,6 +50,7 @@ _NO_ANSWER = (
     asyncio.TimeoutError,  # of _LOOK_S
     OSError,  # a helper program, or the file of a token, that is gone
     ValueError,  # an answer of a helper that cannot be read
+    KeyError,  # an answer of a container's URL that has no key
 )
 
 

@@ -106,6 +106,7 @@ class ContainerEndpoint:
 
     def __init__(self) -> None:
         self.number = 0
+        self.keys = {"AccessKeyId": "container{}", "SecretAccessKey": "x", "Token": "t"}
         self.lifetime = timedelta(hours=6)
         self.tokens: list[str] = []
         self.asked, self.open = asyncio.Event(), asyncio.Event()
@@ -117,7 +118,7 @@ class ContainerEndpoint:
         self.asked.set()
         await self.open.wait()
         end = datetime.now(timezone.utc) + self.lifetime
-        keys = {"AccessKeyId": f"container{self.number}", "SecretAccessKey": "x", "Token": "t"}
+        keys = {name: text.format(self.number) for name, text in self.keys.items()}
         writer.write(servers.http(json.dumps(keys | {"Expiration": f"{end:%Y-%m-%dT%H:%M:%SZ}"})))
         await writer.drain()
 
@@ -233,6 +234,17 @@ async def test_others_use_the_credentials_that_one_request_is_refused_with(
         container.open.set()
         with pytest.raises(StoreDenied):
             await refused
+
+
+async def test_a_container_endpoint_that_answers_without_a_key_is_an_outage(
+    s3_store: OpenStore, container: ContainerEndpoint
+) -> None:
+    async with facing(Guarded("container0"), s3_store) as (_, store):
+        keys, container.keys = container.keys, {"Code": "Failed", "Message": "later"}
+        with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
+            await read(store)
+        container.keys = keys
+        assert await read(store) == len(OBJECT)
 
 
 KEYS = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "x", "SessionToken": "t"}
