@@ -50,7 +50,11 @@ class StagingMemory:
         if self.leased_bytes + nbytes > self._most_bytes:
             return None
         self.leased_bytes += nbytes
-        return self._buffer(nbytes)
+        try:
+            return self._buffer(nbytes)
+        except MemoryError:
+            self.leased_bytes -= nbytes
+            return None
 
     def give_back(self, buffer: bytearray) -> None:
         """End the lease of `take`. Nothing may use the buffer afterwards."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from s3kv.io.sources import staging
 from s3kv.io.sources.staging import StagingMemory
 
 
@@ -65,3 +68,15 @@ async def test_a_buffer_taken_at_once_counts_until_it_is_given_back() -> None:
     staging.give_back(taken)
     assert staging.leased_bytes == 0
     assert staging.take(60) is taken
+
+
+async def test_memory_that_the_system_refuses_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(length: int) -> bytearray:
+        raise MemoryError
+
+    memory = StagingMemory(100)
+    monkeypatch.setattr(staging, "bytearray", refused, raising=False)
+    assert memory.take(60) is None
+    assert memory.leased_bytes == 0
