@@ -100,7 +100,9 @@ class RangedReads:
                     return None, None
                 info = infos[0]
                 pairs = zip(ranges, infos, strict=True)
-                if not info.etag or any(not _is_part(info, *pair) for pair in pairs):
+                if not info.etag:
+                    raise StoreUnranged(f"{job.key} has no ETag to compare its ranges by")
+                if any(not _is_part(info, *pair) for pair in pairs):
                     return None
                 if not reception.is_of(info.nbytes):  # an attempt that failed was of another
                     return None

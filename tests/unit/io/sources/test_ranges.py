@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -167,6 +168,19 @@ async def test_a_range_that_stays_away_ends_the_fetch(
         assert (await fetched(worker)).outcome is outcome
         bucket.failures.clear()
         assert (await fetched(worker)).outcome is Outcome.OK
+
+
+async def test_a_server_that_tells_no_etag_is_not_read_twice_each_time(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.hold(KEY, rig.sealed(1))
+    told = bucket._told
+    monkeypatch.setattr(bucket, "_told", lambda key: dataclasses.replace(told(key), etag=""))
+    async with fetching(bucket) as worker:
+        for _ in range(3):
+            assert (await fetched(worker)).outcome is Outcome.OK
+    assert (bucket.reads.pop(None), bucket.reads.total()) == (3, RANGES)
+    assert "has no ETag" in caplog.text
 
 
 async def test_an_object_that_is_not_there(bucket: Bucket) -> None:
