@@ -51,6 +51,7 @@ _SETTLE_S = 5.0
 """Pause after taking a lease, in which a second taker shows: the later one holds it."""
 _REFUSED_PAUSE_S = 3600.0
 _MAX_LEASE_BYTES = 4096
+_NO_DATE = "the store's answers have no Date"
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -140,7 +141,9 @@ class Cleaner:
         """Renew the lease, or take it if it is free. Returns whether this process holds it."""
         info, lease = await self._read()
         if info is not None and (lease is None or lease.holder != self.holder):
-            if info.age_s is None or info.age_s <= LEASE_S:
+            if info.age_s is None:  # or it would be held for ever
+                raise StoreError(_NO_DATE)
+            if info.age_s <= LEASE_S:
                 self._tell(lease)
                 return False
             if not await self.store.delete(self._key, if_etag=info.etag or None):
@@ -234,5 +237,5 @@ class Cleaner:
         if info is None:
             raise LeaseLost("its object is gone")
         if info.age_s is None:
-            raise StoreError("the store's answers have no Date")
+            raise StoreError(_NO_DATE)
         return info.modified_s + info.age_s

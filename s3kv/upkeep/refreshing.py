@@ -138,10 +138,8 @@ class Refresher:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.done = self.failed = self.skipped = 0
-        self._store = store
-        self._rule = rule
-        self._is_idle = is_idle
-        self._sleep = sleep
+        self._store, self._rule = store, rule
+        self._is_idle, self._sleep = is_idle, sleep
         self._waiting: dict[str, ObjectInfo] = {}
         """Objects to refresh, by key."""
         self._has_work = asyncio.Event()

@@ -342,6 +342,18 @@ def test_a_lease_that_makes_no_sense_is_somebodys_until_it_is_old(
     assert len(fleet.sweepers) == 1
 
 
+def test_a_lease_whose_age_no_answer_tells_is_said_not_to_be_enforced(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be somebody's for ever, though its holder is long gone."""
+    fleet.bucket._objects[keys.cleaner("s3kv")] = (b'{"holder":"gone"}', EPOCH_S)
+    monkeypatch.setattr(fleet.bucket, "_told", fleet.bucket._info)
+    fleet.start(1, max_bytes=BUDGET)
+    fleet.run(3, per_hour=0)
+    assert caplog.text.count("cannot enforce bucket_bytes") == 1
+    assert "no Date" in caplog.text
+
+
 def test_who_may_not_delete_says_so_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     fleet.start(1, max_bytes=BUDGET)
