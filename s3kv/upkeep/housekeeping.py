@@ -57,9 +57,7 @@ class Housekeeping:
         self.defects = 0
         self._rule = RefreshRule.of(config, rng)
         self.refresher = Refresher(store, self._rule, is_idle)
-        self._store = store
-        self._config = config
-        self._registration = registration
+        self._store, self._config, self._registration = store, config, registration
         self._cleaner = self._make_cleaner(rng)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_over = False
@@ -167,7 +165,8 @@ class Housekeeping:
             level = logging.DEBUG
             for key in self._registration.keys:
                 self.refresher.exists(key)
-            await asyncio.sleep(self._config.refresh_after_s or _INTRODUCED_AGAIN_S)
+            # A use refreshes only from that age on, and by chance at first.
+            await asyncio.sleep(self._config.refresh_after_s / 4 or _INTRODUCED_AGAIN_S)
 
 
 async def _after(pause_s: float, work: _Work) -> None:

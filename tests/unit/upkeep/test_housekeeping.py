@@ -21,6 +21,7 @@ from s3kv.upkeep import cleaner as cleaning
 from s3kv.upkeep import costs, housekeeping, refreshing
 from s3kv.upkeep.housekeeping import Housekeeping
 from s3kv.upkeep.registration import Registration
+from tests.system.sim.loop import VirtualLoop
 from tests.unit.io import rig
 from tests.unit.upkeep.test_refreshing import counted
 
@@ -98,6 +99,22 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
         while f"namespace {rig.NAMESPACE.root} is new" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert store._objects[rig.NAMESPACE.manifest][0] == b'{"model":"m"}'
+
+
+def test_it_is_refreshed_before_objects_that_nobody_uses_expire() -> None:
+    loop, after_s = VirtualLoop(), 1_000.0
+    store = MemoryStore(lambda: EPOCH_S + loop.time())
+    registration = Registration(rig.NAMESPACE, b"{}", ["shape"])
+    settings = Config(bucket="bkt", refresh_after_s=after_s)
+    keeping = Housekeeping(store, settings, registration, lambda: True, random.Random(0))
+    loop.call_soon(keeping.start)
+    oldest_s = 0.0
+    while loop.time() < 20 * after_s:
+        loop.run_until(loop.time() + after_s / 10)
+        written_s = [store._objects[key][1] for key in registration.keys]
+        oldest_s = max(oldest_s, EPOCH_S + loop.time() - min(written_s))
+    assert after_s < oldest_s < 1.6 * after_s
+    loop.give_up()
 
 
 @pytest.fixture
