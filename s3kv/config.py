@@ -88,10 +88,11 @@ Bucket = Annotated[
 Prefix = Annotated[
     str,
     Meta(
-        pattern=r"^[^/]([\s\S]*[^/])?\Z",
+        # XML carries neither control characters nor half a surrogate pair.
+        pattern=r"^(?!/)[^\x00-\x1f\x7f\ud800-\udfff]+(?<!/)\Z",
         extra={
-            "allowed": "a non-empty key prefix without a slash at either end, such as 's3kv' or "
-            "'team-a/s3kv'"
+            "allowed": "a non-empty key prefix without control characters and without a slash at "
+            "either end, such as 's3kv' or 'team-a/s3kv'"
         },
     ),
 ]
@@ -315,7 +316,7 @@ def masked(text: str) -> str:
 
 def parse_bytes(text: str) -> int | None:
     """A number of bytes with or without a unit ("4GiB", "500MB", "4096"); None for other text."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?b|[kmgt]ib)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?b|[kmgt]ib)?\s*", text, re.IGNORECASE)
     return None if match is None else int(float(match[1]) * _UNIT_BYTES[(match[2] or "b").lower()])
 
 

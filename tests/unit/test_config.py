@@ -78,6 +78,7 @@ def parse(**settings: Any) -> Config:
         ("chunk_tokens", -1),
         ("host_bytes", "4 elephants"),
         ("host_bytes", "1KiB"),
+        ("host_bytes", "9" * 400),
         ("host_bytes", None),
         ("client", "boto3"),
         ("client", None),
@@ -95,7 +96,7 @@ def parse(**settings: Any) -> Config:
         *(("encryption", value) for value in ("on", "aes", "AES-GCM", True, None)),
         ("encryption_keys_file", 1),
         *(("bucket", value) for value in NO_BUCKETS),
-        *(("prefix", value) for value in ("", "/", "/team-a", "team-a/")),
+        *(("prefix", value) for value in ("", "/", "/team-a", "team-a/", "a\0b", "\ud800")),
         *(("endpoint_url", value) for value in NO_URLS),
         *(
             ("put_headers", value)
