@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -233,17 +234,16 @@ class SdkClient:
         match error:
             case Stalled():
                 return StoreUnavailable(f"{method} to {origin} {error}")
-            case botocore.exceptions.ProxyConnectionError():
-                status = getattr(error.kwargs.get("error"), "status", None)
-                did = f"cannot be reached ({_root(error)})" if status is None else f"said {status}"
-                why = f"the proxy {self._address.proxy} {did}: check HTTPS_PROXY and NO_PROXY"
-                return StoreUnavailable(f"{origin}: {why}", code="proxy")
-            case (
-                botocore.exceptions.ConnectTimeoutError()
-                | botocore.exceptions.EndpointConnectionError()
-                | botocore.exceptions.SSLError()
-            ):
-                code, why = why_unreachable(_root(error), self._patience.connect_ms)
+            case botocore.exceptions.ConnectionError():
+                root = _root(error)
+                # A proxy resolves the store's name: a name that is not found is the proxy's own.
+                unknown = bool(self._address.proxy) and isinstance(root, socket.gaierror)
+                if unknown or isinstance(error, botocore.exceptions.ProxyConnectionError):
+                    status = getattr(error.kwargs.get("error"), "status", None)
+                    did = f"cannot be reached ({root})" if status is None else f"said {status}"
+                    why = f"the proxy {self._address.proxy} {did}: check HTTPS_PROXY and NO_PROXY"
+                    return StoreUnavailable(f"{origin}: {why}", code="proxy")
+                code, why = why_unreachable(root, self._patience.connect_ms)
                 return StoreUnavailable(f"{origin}: {why}", code=code)
             case botocore.parsers.ResponseParserError() | ValueError():
                 what = "listing" if call.action == "s3:ListBucket" else "answer"

@@ -236,14 +236,13 @@ async def test_connections_are_kept_ready_with_tls_alone(
     assert len(served) == (expected if expected > 1 else 0)
 
 
-async def test_a_proxy_that_refuses_or_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_proxy_that_refuses_or_is_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n"
     async with relay(refusal) as proxy:
         for url, said in (
             (proxy.url.replace("//", "//user:secret@"), r"407.*HTTPS_PROXY"),
             ("http://127.0.0.1:1", "HTTPS_PROXY"),
+            ("http://proxy.invalid:1", r"proxy http://proxy\.invalid:1 .*HTTPS_PROXY"),
         ):
             monkeypatch.setenv("HTTPS_PROXY", url)
             async with opened("https://store.invalid") as store:
