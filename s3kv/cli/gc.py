@@ -115,15 +115,14 @@ def _run(
 
 
 def _print(sweep: Sweep, as_json: bool) -> None:
-    dry_run = sweep.dry_run
     done = sorted(sweep.namespaces.values(), key=lambda swept: -swept.deleted_bytes)
     total = sweep.total
     if as_json:
         spaces = [asdict(one) for one in done]
-        counts = {"dry_run": dry_run, "deleted_bytes": total.deleted_bytes}
+        counts = {"dry_run": sweep.dry_run, "deleted_bytes": total.deleted_bytes}
         print_json(counts | {"namespaces": spaces})
         return
-    names = ("would go" if dry_run else "deleted", "bytes", "changed", "left", "bytes")
+    names = ("would go" if sweep.dry_run else "deleted", "bytes", "changed", "left", "bytes")
     rows = [
         (
             f"{one.digest}{' (and its manifest)' if one.manifest_deleted else ''}",

@@ -25,7 +25,7 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.envelope import Decoding, Envelope
 from s3kv.objects.headers import CodecError, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.keys import ChunkAddress, Namespace
+from s3kv.objects.keys import ChunkAddress, Namespace, all_namespaces
 from s3kv.objects.manifest import leaves
 from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
@@ -113,7 +113,8 @@ def verify(
     found = on_bucket(config, run)
     is_missing = key is not None and found == Verification()
     if is_missing:
-        click.echo(f"s3kv: no chunk has a key that begins with {key!r}", err=True)
+        start = f"; all begin with {all_namespaces(config.prefix)!r}"
+        click.echo(f"s3kv: no chunk has a key that begins with {key!r}{start}", err=True)
     if as_json:
         print_json(asdict(found))
     elif not is_missing:

@@ -169,7 +169,7 @@ def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
         assert (result.exit_code, json.loads(result.stdout)["checked"]) == (code, 1)
     result = run("verify", key(99))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert f"no chunk has a key that begins with '{key(99)}'" in result.stderr
+    assert f"that begins with '{key(99)}'; all begin with 's3kv/v3/'" in result.stderr
 
 
 @pytest.mark.parametrize(
