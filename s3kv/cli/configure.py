@@ -99,7 +99,5 @@ def compact(value: Mapping[str, Any]) -> str:
 
 
 def _with_unit(nbytes: int) -> str | int:
-    for unit, unit_bytes in _BINARY:
-        if nbytes % unit_bytes == 0:
-            return f"{nbytes // unit_bytes}{unit}"
-    return nbytes
+    written = (f"{nbytes // each}{unit}" for unit, each in _BINARY if nbytes % each == 0)
+    return next(written, nbytes)

@@ -193,8 +193,9 @@ def given_options(words: Sequence[str]) -> dict[str, str]:
         lines = Path(found.get("--config", os.devnull)).read_text("utf-8")
     except (OSError, ValueError):  # vLLM reports it
         return found
-    in_file = re.findall(r"^([\w-]+)\s*:[ \t]*(\S*)", lines, re.MULTILINE)
-    return {f"--{name.replace('_', '-')}": value for name, value in in_file} | found
+    in_file = re.findall(r"""^([\w-]+)\s*:[ \t]*["']?([^\s"']*)""", lines, re.MULTILINE)
+    given = {n: value for n, value in in_file if value.lower() not in ("false", "no", "off")}
+    return {f"--{name.replace('_', '-')}": value for name, value in given.items()} | found
 
 
 def sizes(given: Mapping[str, str]) -> tuple[int, int]:

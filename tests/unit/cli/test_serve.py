@@ -179,9 +179,10 @@ def test_how_many_workers_there_are(words: str, expected: tuple[int, int]) -> No
 
 def test_the_file_of_vllm_counts_less_than_the_words(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
-    file.write_text("tensor_parallel_size: 4  # four\nport: 1\nnested:\n  tp: 3\n")
+    file.write_text("tensor_parallel_size: '4'  # four\nport: 1\nnested:\n  tp: 3\nlora: False\n")
     given = serve.given_options(["--config", str(file), "--port", "2"])
-    assert (given["--tensor-parallel-size"], given["--port"]) == ("4", "2")
+    words = [given.get(f"--{name}") for name in ("tensor-parallel-size", "port", "lora")]
+    assert words == ["4", "2", None]
 
 
 @pytest.mark.parametrize(
