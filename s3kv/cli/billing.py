@@ -82,9 +82,7 @@ def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
         return sum(sums.get(f"{kind}{name}", 0.0) for kind in kinds for name in names)
 
     def billed(*verbs: str) -> float:
-        return total(
-            *(f"io_requests_total|{verb}|{status}" for verb in verbs for status in _BILLED)
-        )
+        return total(*(f"io_requests_total|{verb}|{s}" for verb in verbs for s in _BILLED))
 
     written, found = total("upload_ok_total"), total("upload_exists_total")
     bytes_up = total("upload_bytes_total")

@@ -9,6 +9,7 @@ is the one it would have used.
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -94,14 +95,12 @@ def find_address(config: Config) -> Address:
     """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
 
     Raises `ConfigError` if AWS refuses the bucket's name or headers, if the endpoint holds a user,
-    or if a package that the bucket needs is missing, and `StoreError` if botocore cannot use its
-    settings or has no endpoint for them.
+    if its certificate authorities cannot be read, or if a package that the bucket needs is missing,
+    and `StoreError` if botocore cannot use its settings or has no endpoint for them.
     """
     if config.put_headers and zone_of(config.bucket) is not None:
-        raise ConfigError(
-            f"put_headers is {config.put_headers!r}, and {config.bucket!r} is a directory bucket, "
-            "with its own configuration: put_headers is not allowed"
-        )
+        told = f"put_headers is {config.put_headers!r}, and {config.bucket!r} is a directory bucket"
+        raise ConfigError(f"{told}, with its own configuration: put_headers is not allowed")
     session = botocore.session.Session()
     try:
         client = session.create_client(
@@ -125,6 +124,13 @@ def find_address(config: Config) -> Address:
             f"AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile names {masked(url)}: allowed is "
             "a URL without user and password (credentials are found as by every AWS tool)"
         )
+    ca_bundle = config.ca_bundle or session.get_config_variable("ca_bundle")
+    try:
+        if ca_bundle and url.startswith("https:"):
+            ssl.create_default_context(cafile=ca_bundle)
+    except OSError as error:
+        told = f"ca_bundle, AWS_CA_BUNDLE or the profile names {ca_bundle!r} ({error}): allowed is "
+        raise ConfigError(f"{told}a file of certificates in the PEM form") from error
     signing = context.get("signing", {})
     if _AWS_HOST.search(urlsplit(url).hostname or "") and not _AWS_BUCKET.match(config.bucket):
         raise ConfigError(
@@ -138,16 +144,15 @@ def find_address(config: Config) -> Address:
         service=signing.get("signing_name") or "s3",
         scheme=context["auth_type"],
         proxy_url=ProxyConfiguration(get_environ_proxies(url)).proxy_url_for(url) or "",
-        ca_bundle=config.ca_bundle or session.get_config_variable("ca_bundle"),
+        ca_bundle=ca_bundle,
     )
 
 
 def addressing(config: Config) -> Any:
     """botocore's settings for S3 that follow from ours. "auto" leaves the style to botocore and its
     files: the host name on AWS if its certificates allow that, the path elsewhere."""
-    if config.addressing_style == "auto":
-        return {}
-    return {"addressing_style": config.addressing_style}
+    style = config.addressing_style
+    return {} if style == "auto" else {"addressing_style": style}
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, dict[str, Any]]:

@@ -176,15 +176,11 @@ def _listed(item: ElementTree.Element, name: Callable[[str], str]) -> ObjectInfo
 def deletion(objects: Sequence[ObjectInfo]) -> bytes:
     """The body of a DeleteObjects request. It deletes an object only if its ETag is unchanged (if
     `ObjectInfo` has one), and asks for an answer that lists errors only."""
-    items = "".join(
-        f"<Object><Key>{escape(info.key)}</Key>{_etag(info)}</Object>" for info in objects
-    )
-    text = f'<Delete xmlns="{_XML_NAMESPACE}"><Quiet>true</Quiet>{items}</Delete>'
-    return text.encode("utf-8")
-
-
-def _etag(info: ObjectInfo) -> str:
-    return f"<ETag>{escape(info.etag)}</ETag>" if info.etag else ""
+    items = ""
+    for info in objects:
+        etag = f"<ETag>{escape(info.etag)}</ETag>" if info.etag else ""
+        items += f"<Object><Key>{escape(info.key)}</Key>{etag}</Object>"
+    return f'<Delete xmlns="{_XML_NAMESPACE}"><Quiet>true</Quiet>{items}</Delete>'.encode()
 
 
 def read_deletion(body: bytes, call: Call) -> Sequence[str]:
@@ -234,9 +230,7 @@ def read_error(body: bytes) -> Mapping[str, str]:
         root = ElementTree.fromstring(body)
     except _UNREADABLE:
         return {}
-    if root.tag.rpartition("}")[2] != "Error":
-        return {}
-    return _members(root)
+    return _members(root) if root.tag.rpartition("}")[2] == "Error" else {}
 
 
 class Refusal(Exception):

@@ -51,7 +51,7 @@ def test_values_are_json_or_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "assignments", "said"),
+    ("text", "given", "said"),
     [
         ("{}", [], "bucket is missing"),
         ("{}", ["bucket"], "NAME=VALUE"),
@@ -61,19 +61,15 @@ def test_values_are_json_or_text() -> None:
         ('{"secondary_tiers": 1}', ["bucket=bkt"], "unknown setting 'secondary_tiers'"),
     ],
 )
-def test_what_is_wrong_is_said(
-    tmp_path: Path, text: str, assignments: list[str], said: str
-) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, given: list[str], said: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        parse(read_settings(file, {}, assignments))
+        parse(read_settings(file, {}, given))
 
 
-def start(
-    code: str, variables: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(variables or {})
+def start(code: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(more or {})
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -85,6 +81,7 @@ BUCKET = ["--bucket", "bkt"]
     ("arguments", "said"),
     [
         (["ls", *BUCKET, "--region", ""], "region is '': allowed is the name of a region"),
+        (["ls", *BUCKET, "--set", f"ca_bundle={__file__}"], "allowed is a file of certificates"),
         (["cost", "--keep-days", "inf"], "'inf' is not a finite number"),
         (["cost", "--price-get", "nan"], "'nan' is not a finite number"),
         (["cost", "--keep-days", "0"], "not in the range"),
@@ -137,9 +134,8 @@ def test_a_missing_package_is_named(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; import s3kv.cli.__main__ as m; m.main()"
     done = start(code)
     assert done.returncode == 2
-    assert done.stderr == (
-        f"the command line needs the package {package}: pip install 'vllm-s3kv[cli]'\n"
-    )
+    told = f"the command line needs the package {package}: pip install 'vllm-s3kv[cli]'\n"
+    assert done.stderr == told
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -24,6 +24,7 @@ from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
 
 ACCOUNT = "123456789012"
+SCOPE = re.compile(r"Credential=\w+/\d+/(\S+)/aws4_request")
 REGIONS = ("us-east-1", "eu-central-1", "us-gov-west-1", "cn-north-1")
 ENDPOINTS = (
     None,
@@ -68,7 +69,7 @@ async def sent_by_aiobotocore(config: Config) -> tuple[str, str, str]:
         await client.get_object(Bucket=config.bucket, Key="a b")
     (request,) = requests
     authorization = in_text(request.headers["Authorization"])
-    (scope,) = re.findall(r"Credential=\w+/\d+/(\S+)/aws4_request", authorization)
+    (scope,) = SCOPE.findall(authorization)
     if authorization.startswith("AWS4-ECDSA-P256-SHA256"):  # Signature Version 4A
         return request.url, in_text(request.headers["X-Amz-Region-Set"]), scope
     region, service = scope.split("/")
@@ -82,9 +83,7 @@ def in_text(header: str | bytes) -> str:
 async def sent_by_us(config: Config) -> tuple[str, str, str]:
     address = find_address(config)
     request = sign(address, await users_credentials().frozen(), "GET", "a b")
-    (scope,) = re.findall(
-        r"Credential=\w+/\d+/(\S+)/aws4_request", request.headers["Authorization"]
-    )
+    (scope,) = SCOPE.findall(request.headers["Authorization"])
     assert request.headers["Host"] == address.authority
     region, service = scope.split("/")
     return address.origin + request.target, region, service
@@ -220,9 +219,8 @@ def test_access_points(bucket: str, region: str, expected: str) -> None:
     config = Config(bucket=bucket, region=region)
     address = find_address(config)
     assert address.url == expected
-    assert (address.url + "a%20b", address.region, address.service) == (
-        outcome(sent_by_aiobotocore, config)
-    )
+    ours = (address.url + "a%20b", address.region, address.service)
+    assert ours == outcome(sent_by_aiobotocore, config)
 
 
 def test_a_multi_region_access_point() -> None:
@@ -240,8 +238,8 @@ def test_a_multi_region_access_point() -> None:
 
 
 def has_awscrt() -> bool:
-    script = "import awscrt"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+    command = [sys.executable, "-c", "import awscrt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def test_no_credentials_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +270,12 @@ def test_settings_of_botocores_that_cannot_be_used(
     with pytest.raises(StoreError, match="botocore's settings cannot be used") as caught:
         find_address(Config(bucket="bkt"))
     assert "Pa" not in str(caught.value)
+
+
+def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/no/file")
+    with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE.*/no/file.*allowed is a file of cert"):
+        find_address(Config(bucket="bkt"))
 
 
 PROXY = {"HTTPS_PROXY": "http://user:secret@proxy.example:3128", "HTTP_PROXY": "plain.example:80"}
