@@ -28,6 +28,7 @@ _BY_CODE: Mapping[str, str] = {
     "proxy": "check HTTPS_PROXY and HTTP_PROXY: is the proxy there, and does it let this host "
     "use it? If the bucket can be reached without it, list its host in NO_PROXY",
     "no-tls": "check endpoint_url: does the server speak http://, or use another port?",
+    "botocore": "check AWS_PROFILE, the files and variables of AWS's tools, and endpoint_url",
 }
 _BY_KIND: Mapping[type[StoreError], str] = {
     StoreMissing: "check region and endpoint_url: the bucket is not there",

@@ -118,7 +118,8 @@ def find_address(config: Config) -> Address:
             "which needs a package that is not installed: pip install 'botocore[crt]'"
         ) from error
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
-        raise StoreError(f"botocore's settings cannot be used: {masked(str(error))}") from error
+        told = f"botocore's settings cannot be used: {masked(str(error))}"
+        raise StoreError(told, code="botocore") from error
     if "@" in urlsplit(url).netloc:  # not from endpoint_url, which has been looked at
         raise ConfigError(
             f"AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile names {masked(url)}: allowed is "

@@ -20,6 +20,7 @@ from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
         (StoreError("no", region="eu-west-1"), "set region to 'eu-west-1'"),
         (StoreUnavailable("no"), "check endpoint_url and the path to the store"),
         (StoreUnavailable("no", code="unresolved"), "no such host"),
+        (StoreError("no", code="botocore"), "check AWS_PROFILE"),
         (StoreError("no"), "it should name an S3 server"),
     ],
 )

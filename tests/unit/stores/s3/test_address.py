@@ -270,6 +270,7 @@ def test_settings_of_botocores_that_cannot_be_used(
     with pytest.raises(StoreError, match="botocore's settings cannot be used") as caught:
         find_address(Config(bucket="bkt"))
     assert "Pa" not in str(caught.value)
+    assert caught.value.code == "botocore", "for the remedy"
 
 
 def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
