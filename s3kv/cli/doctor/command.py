@@ -14,7 +14,7 @@ from rich.text import Text
 from s3kv.cli import show
 from s3kv.cli.doctor import bucket, disk, host, master_keys
 from s3kv.cli.doctor.findings import Finding, is_healthy
-from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_tier_bytes, with_settings
+from s3kv.cli.invocation import EPILOG, FOUND, print_json, size, with_settings, with_tier_bytes
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.stores.s3.s3_store import MAX_PUT_BYTES
