@@ -45,10 +45,9 @@ def test_random_hashes_are_refused(
     "engine",
     [
         (2, True, {}, ""),
-        (2, True, {"enable_fault_tolerance": True}, "rank"),
         (2, True, {"all2all_backend": "nixl_ep"}, "rank"),
-        (1, True, {"enable_fault_tolerance": True}, ""),
-        (2, False, {"enable_fault_tolerance": True}, ""),
+        (1, True, {"all2all_backend": "nixl_ep"}, ""),
+        (2, False, {"all2all_backend": "nixl_ep"}, ""),
         (1, True, {"enable_return_routed_experts": True}, "routed-experts.*Run it without s3kv$"),
     ],
 )
@@ -63,6 +62,14 @@ def test_experts_that_may_leave_out_a_rank_or_are_returned_are_refused(
         monkeypatch.setattr(getattr(tiny_config, owner), name, value)
     monkeypatch.setattr(type(tiny_config.model_config), "is_moe", experts)
     check_both(tiny_config, groups(FULL), reason)
+
+
+def test_a_plan_is_lost_with_the_step_of_an_engine_that_tolerates_faults(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_config.parallel_config, "enable_fault_tolerance", True)
+    with pytest.raises(UnsupportedError, match="enable_fault_tolerance cannot be served"):
+        check_supported(tiny_config, groups(FULL))
 
 
 def check_both(vllm_config: Any, cache: Any, reason: str) -> None:
