@@ -108,8 +108,7 @@ class Heartbeat:
     """Checks of a process that is up, a second apart. Each sends a ping if none is unanswered."""
 
     def __init__(self, now_s: float) -> None:
-        self._checked_s = now_s
-        self._pinged_s = math.inf
+        self._checked_s, self._pinged_s = now_s, math.inf
 
     def is_idle(self, now_s: float) -> bool:
         """Whether no answer is under way and no check is due."""

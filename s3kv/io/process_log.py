@@ -68,8 +68,7 @@ class LogPipe:
 
     def __init__(self, stream: IO[str], pid: int) -> None:
         """Takes ownership of `stream`."""
-        self._stream = stream
-        self._pid = pid
+        self._stream, self._pid = stream, pid
         self._thread = threading.Thread(target=self._run, name=f"{LOGGER} log", daemon=True)
         self._thread.start()
 

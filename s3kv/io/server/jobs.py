@@ -74,10 +74,12 @@ class JobQueue:
     """The waiting and running jobs. It holds a job from `add` until `withdraw` or `end`.
 
     max_requests, max_bytes: limits on the running jobs of both kinds together.
-    `limit_requests` changes the limit on requests.
+    `limit_requests` changes the limit on requests. before: a queue of fetches that may come into
+    this one next. They have their share of the places already.
     """
 
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int, before: JobQueue | None = None) -> None:
+        self._before = before
         self._places = _Places(max_requests, max_bytes)
         self._upload_places = _Places(max(1, max_requests // 2), max_bytes // 2)
         self._lines = {kind: _Line() for kind in (JobKind.FETCH, JobKind.UPLOAD)}
@@ -165,7 +167,8 @@ class JobQueue:
         """Take places for up to `wanted` further requests of one running fetch, for the block.
         freed: called whenever one of them is free again."""
         line, places = self._lines[JobKind.FETCH], self._places
-        share = places.max_requests // (len(line.running) + len(line.waiting)) - 1
+        coming = 0 if self._before is None else self._before.running + self._before.waiting
+        share = places.max_requests // (len(line.running) + len(line.waiting) + coming) - 1
         count = left = max(0, min(wanted, share, places.max_requests - places.requests))
         places.requests += count
 

@@ -71,9 +71,10 @@ class Service:
         self._send, self._hang_up = send, hang_up
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
         self._formats = Formats(handshake, slab.nbytes)
-        self._queue = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
+        limits = config.max_inflight_requests, MAX_INFLIGHT_BYTES
         # A bucket that is slow or throttles holds back no hits of the disk.
-        self._near = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
+        self._near = JobQueue(*limits)
+        self._queue = JobQueue(*limits, before=self._near)
         registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
         self._housekeeping = Housekeeping(
             store, config, registration, lambda: self._queue.has_spare, rng

@@ -32,8 +32,7 @@ class Window:
 
     def __init__(self, limit: int) -> None:
         self.cuts = 0
-        self._limit = limit
-        self._size = float(limit)
+        self._limit, self._size = limit, float(limit)
         self._cut_s = -math.inf
 
     @property

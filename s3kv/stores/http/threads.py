@@ -70,9 +70,8 @@ class _Thread:
     """An event loop on a daemon thread, and the pool that it serves. requests: under way."""
 
     def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
-        self.pool = pool
+        self.pool, self._loop = pool, loop
         self.requests = 0
-        self._loop = loop
         self._thread = threading.Thread(target=loop.run_forever, name="s3kv-network", daemon=True)
         self._thread.start()
 

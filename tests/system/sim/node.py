@@ -201,7 +201,7 @@ class Node:
         assert (figures.reserved, figures.pinned, figures.dirty) == (0, 0, 0), figures
         assert figures.free + figures.clean == self.setup.slots, figures
         for rank in self.ranks:
-            assert rank.client.outstanding == 0
+            assert not rank.client._jobs
             assert not rank.orders, f"fetches without an end: {rank.orders}"
             living = [process for process in rank.processes if not process.is_dead()]
             assert len(living) <= 1, f"two I/O processes of one rank: {living}"

@@ -189,7 +189,7 @@ class TierNode(Node):
 
     @property
     def is_at_rest(self) -> bool:
-        return not self.has_work and self.engine.tier._tier.client.outstanding == 0
+        return not self.has_work and not self.engine.tier._tier.client._jobs
 
     def check_books(self) -> None:
         planner, primary = self.engine.planner, self.engine.manager.primary_tier

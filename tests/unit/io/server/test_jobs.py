@@ -64,6 +64,17 @@ def test_a_fetch_borrows_its_share_of_the_free_places() -> None:
     assert queue.running == 0
 
 
+def test_fetches_that_may_come_next_have_their_share() -> None:
+    near = JobQueue(8, 2**30)
+    queue = JobQueue(8, 2**30, before=near)
+    for number in range(3):
+        near.add(job(number))
+    queue.add(job(3))
+    take_all(near), take_all(queue)
+    with queue.borrowed(lambda: None, 100) as (count, _):
+        assert count == 1
+
+
 def test_a_smaller_window_lends_nothing() -> None:
     queue = JobQueue(8, 2**30)
     queue.add(job(1))
