@@ -157,8 +157,7 @@ class JobQueue:
     def withdraw(self, job_id: int) -> TransferJob | None:
         """Remove and return a waiting job. None if no waiting job has this id."""
         for line in self._lines.values():
-            job = line.waiting.pop(job_id, None)
-            if job is not None:
+            if (job := line.waiting.pop(job_id, None)) is not None:
                 return job
         return None
 

@@ -36,7 +36,7 @@ from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.disk import Directory
 from s3kv.stores.store import ObjectStore
-from s3kv.types import Outcome
+from s3kv.types import Outcome, once_a_minute
 from s3kv.upkeep.housekeeping import Housekeeping
 from s3kv.upkeep.registration import Registration
 
@@ -90,6 +90,7 @@ class Service:
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
+        self._may_log = once_a_minute(loop.time)
         self._started = False
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
@@ -102,8 +103,7 @@ class Service:
     def _bucket_tried(self, task: asyncio.Task[wire.Ready]) -> None:
         if task.cancelled():
             return
-        error = task.exception()
-        if error is not None:
+        if (error := task.exception()) is not None:
             _log.error("trying the bucket: %r", error, exc_info=error)
         ready = task.result() if error is None else wire.Ready(False, "defect", repr(error))
         self._send(ready)
@@ -218,12 +218,12 @@ class Service:
     def _end_of(self, job: TransferJob, task: asyncio.Task[JobEnd]) -> JobEnd:
         if task.cancelled():
             return job.end(Outcome.CANCELLED, "cancelled")
-        error = task.exception()
-        if error is None:
+        if (error := task.exception()) is None:
             return task.result()
         # A defect in one job, of ours or of a library, must not affect the others.
         self._defects += 1
-        _log.error("%s of %s: %r", job.kind.value, job.key, error, exc_info=error)
+        if self._may_log(type(error)):
+            _log.error("%s of %s: %r", job.kind.value, job.key, error, exc_info=error)
         return job.end(Outcome.FAILED, repr(error))
 
     def _send_end(self, end: JobEnd) -> None:

@@ -27,7 +27,7 @@ from s3kv.objects.headers import Mismatch
 from s3kv.place import Place, copy_bytes
 from s3kv.stores.disk import Directory
 from s3kv.stores.lanes import ended
-from s3kv.types import Outcome
+from s3kv.types import Outcome, once_a_minute
 from s3kv.upkeep.disk_cleaning import clean, is_crowded
 from s3kv.upkeep.refreshing import Refresher
 
@@ -109,6 +109,7 @@ class DiskSource:
         self._copies = StagingMemory(MOST_COPIED_BYTES)
         self._off_until_s = {"reading": 0.0, "writing": 0.0}
         self._clean_after_s = 0.0
+        self._may_log = once_a_minute(now_s)
         self._fresh_until_s: dict[str, float] = {}
         """By key; those used last are last."""
         self._closing = threading.Event()
@@ -135,7 +136,8 @@ class DiskSource:
             return job.end(Outcome.MISSING, f"{job.key} is not on the disk")
         if reason is not None:
             self.counters["io_disk_corrupt"] += 1
-            _log.warning("%s on the disk failed verification: %s", job.key, reason)
+            if self._may_log(reason):
+                _log.warning("%s on the disk failed verification: %s", job.key, reason)
             self._delete(job.key)
             return job.end(Outcome.MISSING, f"{job.key} on the disk was bad")
         self.counters["io_disk_reads"] += 1

@@ -33,7 +33,7 @@ from s3kv.objects.shards import Shard, covers
 from s3kv.place import Place
 from s3kv.stores.lanes import all_of
 from s3kv.stores.store import ObjectStore
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import ChunkKey, Outcome, once_a_minute
 
 _log = logging.getLogger("s3kv.io")
 
@@ -73,6 +73,7 @@ class OtherShards:
         """By coverage, the covers that follow from the present shapes."""
         self._look_after_s = -math.inf
         self._looking = asyncio.Lock()
+        self._may_log = once_a_minute(asyncio.get_running_loop().time)
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
         """Fetch for `Source.fetch`. The job's place is written only once all of it is there."""
@@ -140,7 +141,7 @@ class OtherShards:
                             replace(job, key=name, format=part.format, place=place)
                         )
                     nbytes += end.nbytes
-                    if end.outcome is Outcome.CORRUPT:
+                    if end.outcome is Outcome.CORRUPT and self._may_log(end.outcome):
                         _log.warning("a shard of another shape is not used: %s", end.detail)
                     return end if end.outcome is Outcome.OK else None
 

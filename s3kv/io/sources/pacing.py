@@ -88,7 +88,6 @@ class Pacing:
         get: sends a read, and calls its claim before it writes."""
         self._lateness.sent()
         late = self._unanswered.sent()
-
         loop = asyncio.get_running_loop()
 
         async def timed(claim: Claim) -> T:

@@ -293,6 +293,17 @@ async def test_with_its_keys_it_uploads_nothing_plain(monkeypatch: pytest.Monkey
     assert [info.key.endswith(".encrypted.safetensors") async for info in store.list("")] == [True]
 
 
+async def test_a_defect_in_every_job_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore(errors={"get_into": [ZeroDivisionError("a defect")] * 5})
+    async with rig.serving(store) as (worker, _):
+        for number in range(5):
+            assert (await worker.end_of(rig.fetch(number))).outcome is Outcome.FAILED
+        assert (await worker.settled()).counters["io_defects"] == 5
+    assert sum("a defect" in record.message for record in caplog.records) == 1
+
+
 async def test_a_defect_at_start_is_told() -> None:
     store = MemoryStore(errors={"check": [ZeroDivisionError("oops")]})
     async with served(lambda _: store, on_unavailable="serve") as (worker, serving):

@@ -177,6 +177,19 @@ async def test_a_bad_file_is_deleted_and_the_bucket_asked(
         assert (await fetched(worker)).source == "disk"
 
 
+async def test_many_bad_files_are_logged_once_a_minute(
+    serving: Serving, bucket: MemoryStore, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.hold(bucket, 1)
+    async with serving() as worker:
+        for number in range(1, 4):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(rig.sealed(2))
+            assert (await fetched(worker)).source == "bucket"
+            await until_counted(worker, corrupt=number, writes=number)
+    assert caplog.text.count("on the disk failed verification") == 1
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ESTALE])
 async def test_a_disk_that_fails_is_not_used_for_a_while(
     serving: Serving,

@@ -278,6 +278,20 @@ async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(bucket: Bucket, bad: 
     assert await bucket.head(key(HALVES[1])) is not None
 
 
+async def test_many_bad_shards_are_logged_once_a_minute(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bad host may write all of them, and every host of another size reads them."""
+    await bucket.mark(WHOLE)
+    async with reading(bucket, QUARTERS[0]) as reader:
+        for number in range(4):
+            block_hash = bytes([number]) * 32
+            damaged = Place.of(stored(WHOLE, block_hash=block_hash)[:-1] + b"?")
+            await bucket.put(key(WHOLE, block_hash), damaged, if_absent=False)
+            assert (await reader.fetch(block_hash=block_hash)).outcome is Outcome.MISSING
+    assert caplog.text.count("a shard of another shape is not used") == 1
+
+
 async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket) -> None:
     """Also one sealed with another key."""
     keyed = Integrity("blake3-keyed", b"k" * 32)
