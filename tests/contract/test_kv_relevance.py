@@ -163,8 +163,8 @@ def test_a_setting_is_not_in_the_fingerprint_where_its_row_says_so(engine: Engin
 @pytest.mark.long
 def test_variables_are_in_the_fingerprint_where_their_rows_say_so(engine: Engine) -> None:
     named = set()
+    before = engine.fingerprint()
     for row in ENVIRONMENT:
-        before = engine.fingerprint()
         engine.patch.setenv(row.name, "2")
         if row.at == "environment":
             assert engine.fingerprint()["environment"][row.name] == "2", row
