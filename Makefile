@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests start thousands of processes: what one has compiled, the others load.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed
 
 # Which minor version of vLLM; `make test-matrix VERSION=0.31` runs one, and makes .venvs/0.31 for it.
