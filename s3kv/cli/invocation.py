@@ -51,8 +51,7 @@ def parse(settings: Mapping[str, Any]) -> Config:
 
 
 def with_tier_bytes(settings: Mapping[str, Any]) -> tuple[Config, int | None]:
-    """The settings, and if they are a tier's, the memory of vLLM's OffloadingConnector around it,
-    in bytes; 0: it is not given."""
+    """The settings, and a tier's `cpu_bytes_to_use`: None without a tier, 0 if it is not given."""
     given = settings.get("cpu_bytes_to_use", 0) if settings.get("type") == "s3kv" else None
     return parse(settings), given if isinstance(given, int | None) else 0
 

@@ -63,11 +63,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting) > 1:
             raise UnsupportedError(f"{setting} > 1 cannot be served yet")
-    if parallel.enable_fault_tolerance:
-        raise UnsupportedError(
-            "enable_fault_tolerance cannot be served yet: if a step fails before a rank has its "
-            "plan, the copies in it would never end"
-        )
+    if parallel.enable_fault_tolerance:  # a rank would never end the copies of a plan it has lost
+        raise UnsupportedError("enable_fault_tolerance cannot be served: failed steps leak memory")
     check_steps_end_whole(vllm_config)
     check_hashes_are_stable(vllm_config)
 
