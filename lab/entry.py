@@ -19,10 +19,14 @@ def run() -> NoReturn:
     from lab.child import main
 
     asyncio.run(main(answers))
-    # As at any end, but for the two seconds in which an interpreter takes vLLM apart.
+    end(0)
+
+
+def end(code: int) -> NoReturn:
+    """As any end, but for the two seconds in which an interpreter takes vLLM apart."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

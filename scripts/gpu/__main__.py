@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             unpack(options.pack, Path(site), compiled=not options.dry_run)
             path = [site, *path]
         path += filter(None, [os.environ.get("PYTHONPATH")])
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        # vLLM remembers what it has seen of a model; the next machine remembers nothing.
+        fresh = {"VLLM_CACHE_ROOT": str(Path(site) / "cache")} if options.dry_run else {}
+        env = os.environ | fresh | {"PYTHONPATH": os.pathsep.join(path)}
         out = options.out.resolve()
         chosen = tuple(options.only)
         stages = [

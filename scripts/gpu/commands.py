@@ -54,6 +54,7 @@ def _engine(
         (*program, "--dry-run"),
         timeout_s,
         files=(f"{name}.json",),
+        imports="scripts.gpu.rehearsal",
     )
 
 

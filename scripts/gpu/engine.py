@@ -217,10 +217,9 @@ def _model(work: Work, folder: Path) -> Path:
 
 
 def _rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    # vLLM remembers what it has seen of a model; the next machine remembers nothing.
-    fresh = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ.update(ENVIRONMENT | environment(options.runner) | fresh)
-    from scripts.gpu.rehearsal import rehearse
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ.update(ENVIRONMENT | environment(options.runner) | alone)
+    from scripts.gpu.rehearsal import rehearse  # imports the engine, if that is not done yet
 
     work = WORKS[options.model]
     work = replace(work, preset=replace(work.preset, layers=2), dummy=True)

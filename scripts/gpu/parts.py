@@ -17,6 +17,8 @@ from threading import Lock
 from time import monotonic
 from typing import IO, Any
 
+from lab.zygote import Process, Zygotes
+
 ROOT = Path(__file__).resolve().parents[2]
 _STACKS_S = 5.0
 """How long a process that has run out of time may take to print where it is."""
@@ -32,6 +34,7 @@ class Part:
     rehearsal: the same for a machine without a GPU, from start to end where CUDA is not needed.
     stdout: the name of the result that the standard output is; without one it goes to the log.
     files: names of the results that the program writes itself.
+    imports: a module that rehearsals import once, for all parts that name it.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Part:
     timeout_s: float
     stdout: str | None = None
     files: Sequence[str] = ()
+    imports: str | None = None
 
     def results(self) -> list[str]:
         return [*self.files, *([self.stdout] if self.stdout else [])]
@@ -61,12 +65,15 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": name, "rehearsal": rehearse, "parts": {}}
     writing = Lock()
-    with (out / f"{name}.log").open("wb", buffering=0) as log:
+    with (
+        (out / f"{name}.log").open("wb", buffering=0) as log,
+        contextlib.closing(Zygotes()) as zygotes,
+    ):
 
         def one(part: Part) -> None:
             begin_s = monotonic()
             with tempfile.TemporaryFile(dir=out, buffering=0) as said:
-                end = _run(part, out, env, said, rehearse=rehearse)
+                end = _run(part, out, env, said, zygotes if rehearse else None)
                 seconds = round(monotonic() - begin_s, 1)
                 with writing:
                     said.seek(0)
@@ -81,29 +88,37 @@ def run(
     return all(part["end"] == "ok" for part in report["parts"].values())
 
 
-def _run(part: Part, out: Path, env: Mapping[str, str], said: IO[bytes], *, rehearse: bool) -> str:
-    program = part.rehearsal if rehearse else part.program
+def _run(
+    part: Part, out: Path, env: Mapping[str, str], said: IO[bytes], zygotes: Zygotes | None
+) -> str:
+    """zygotes: of a rehearsal."""
+    program = part.program if zygotes is None else part.rehearsal
     command = [sys.executable, *(argument.replace("{out}", str(out)) for argument in program)]
     said.write(f"{' '.join(command)}\n".encode())
+    env = {**env, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     target = (out / part.stdout).open("wb") if part.stdout else said
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**env, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=target,
-        stderr=said,
-        start_new_session=True,
-    )
+    process: Process
+    if zygotes is not None and part.imports:
+        process = zygotes.launch(sys.executable, env, said, command[2:], part.imports)
+    else:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=target,
+            stderr=said,
+            start_new_session=True,
+        )
     try:
-        return _ended(process, _REHEARSAL_S if rehearse else part.timeout_s)
+        return _ended(process, part.timeout_s if zygotes is None else _REHEARSAL_S)
     finally:
         kill(process)
         if target is not said:
             target.close()
 
 
-def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+def _ended(process: Process, timeout_s: float) -> str:
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -111,7 +126,7 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
     return "ok" if code == 0 else f"failed with {code}"
 
 
-def aborted(process: subprocess.Popen[bytes]) -> bool:
+def aborted(process: Process) -> bool:
     """Make Python print the stack of every thread. Returns whether the process has ended by it."""
     process.send_signal(signal.SIGABRT)
     try:
@@ -121,7 +136,7 @@ def aborted(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Process) -> None:
     """It, and what it has left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,5 +1,6 @@
-"""The engine of `scripts.gpu.engine` without a GPU: imported, configured, its model built.
+"""The engine of `scripts.gpu.engine` without a GPU: configured, its model built.
 
+Importing this module imports the engine, in the environment that every rehearsal has.
 vLLM takes this machine for one with a GPU, as far as it asks NVML and Triton; `compiled.py` stands
 in for its compiled modules. Nothing computes. Raises what vLLM raises.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from lab.engine import ENVIRONMENT
 
 RUNNERS = {"1": "vllm.v1.worker.gpu_model_runner", "2": "vllm.v1.worker.gpu.model_runner"}
 MODULES = (
@@ -28,9 +32,7 @@ BACKENDS = {"FLASH_ATTN"}
 
 def rehearse(model: Path, engine_args: dict[str, Any], runner: str, folder: Path) -> dict[str, Any]:
     """What was found. folder: an empty one, for files that last as long as this."""
-    _pretend()
-    for module in (*MODULES, RUNNERS[runner]):
-        importlib.import_module(module)
+    importlib.import_module(RUNNERS[runner])
     torchvision = importlib.util.find_spec("torchvision") is not None
     if torchvision:
         importlib.import_module(WITH_TORCHVISION)
@@ -107,3 +109,9 @@ def _built(config: Any, folder: Path) -> dict[str, dict[str, Any]]:
         }
         for name, layer in attention.items()
     }
+
+
+os.environ.update(ENVIRONMENT)
+_pretend()
+for module in MODULES:
+    importlib.import_module(module)
