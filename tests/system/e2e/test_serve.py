@@ -7,12 +7,11 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ import pytest
 import s3kv
 from lab import models
 from lab.constants import environment, split_connector
-from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
+from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Engine
 from lab.proxy import proxy
 from lab.service import free_ports
+from lab.zygote import Process
 from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed
 from tests.system.e2e.test_failures import CHUNK_BYTES
 from tests.waiting import wait_until
@@ -43,23 +43,11 @@ def small(port: int) -> list[str]:
 
 
 class Server:
-    """A server process and its children. port: the one that the command names."""
+    """A server process and its children. port, log: those that the process was started with."""
 
-    def __init__(
-        self, command: Sequence[str], port: int, env: dict[str, str], log: Path, folder: Path = ROOT
-    ) -> None:
+    def __init__(self, process: Process, port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | ENVIRONMENT | env,
-                start_new_session=True,
-            )
+        self._process, self._log = process, log
 
     def wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -131,11 +119,11 @@ class Server:
 
     def terminate(self) -> None:
         """What an orchestrator does: SIGTERM to the process it has started."""
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     def kill_first(self) -> None:
         """`kill -9` of the process that was started, and of no other."""
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
 
     def wait_until_gone(self, timeout_s: float) -> None:
         self._process.wait(timeout_s)
@@ -150,14 +138,17 @@ class Server:
 def start(
     model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
 ) -> Server:
-    """What `vllm serve` runs. That command asks for a distribution of the name "vllm", and the one
-    for CPUs has another."""
+    """What `vllm serve` runs, and test_serve_commands.py starts as users do: forked here, when vLLM
+    is imported, as is its engine."""
     (port,) = free_ports(1)
     connector, constants = split_connector(connector)
-    env = env | environment(constants, env.get("PYTHONPATH"))
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += [*small(port), "--kv-transfer-config", json.dumps(connector), *more]
-    return Server(command, port, env, log)
+    env = os.environ | ENVIRONMENT | env | environment(constants, env.get("PYTHONPATH"))
+    program = ["vllm.entrypoints.openai.api_server", "--model", str(model), *small(port)]
+    program += ["--kv-transfer-config", json.dumps(connector), *more]
+    assert Engine.zygotes is not None
+    with log.open("wb") as output:
+        process = Engine.zygotes.launch(sys.executable, env, output, program, imports=program[0])
+    return Server(process, port, log)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 import s3kv
 from lab import constants
-from lab.engine import Engine
+from lab.engine import ENVIRONMENT, Engine
 from lab.s3 import S3Server
 from lab.service import free_ports
 from scripts.matrix import host
@@ -63,8 +63,17 @@ def test_the_documented_commands_start_servers_of_one_namespace(
         (port,) = free_ports(1)
         words = f"exec {command.replace(MUCH, LITTLE)} {shlex.join(small(port))}"
         log = rig.tmp_path / f"{number}.log"
-        server = Server(["bash", "-c", words], port, environment, log, rig.tmp_path)
-        with serving(server):
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                ["bash", "-c", words],
+                cwd=rig.tmp_path,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT | environment,
+                start_new_session=True,
+            )
+        with serving(Server(process, port, log)) as server:
             assert [server.complete(PROMPTS[0])] == expected
             assert server.metric("vllm:s3kv_internal_errors_total") == 0
             hits = server.metric("vllm:s3kv_hit_tokens_bucket_total")
