@@ -20,7 +20,7 @@ from s3kv.upkeep.ages import Cut
 from s3kv.upkeep.cleaner import Cleaner, Lease
 from s3kv.upkeep.refreshing import Refresher
 from s3kv.upkeep.sweep import Sweep
-from tests.system.sim.mutants import Mutants, Patch
+from tests.mutants import Mutants, Patch
 
 MUTANTS = Mutants()
 mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
@@ -28,24 +28,22 @@ mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 survey = Sweep._survey
 sweep_once = Cleaner._sweep
 fetch = Chain._fetch
+read = Cleaner._read
+hit = Refresher.hit
 
 swap("waits_for_ever_for_a_holder_that_has_died", cleaning, "LEASE_S", math.inf)
 swap("leaves_more_than_the_budget", cleaning, "LEFT", 1.2)
 swap("counts_no_use_above", BucketIndex, "use", lambda self, key, now_s: None)
 
 
-@mutant
-def takes_every_object_under_the_prefix_for_its_own(patch: Patch) -> None:
+@instead_of(sweep, "owned")
+async def takes_every_object_under_the_prefix_for_its_own(
+    store: ObjectStore, prefix: str, under: str | None = None
+) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
     mine = Namespace("s3kv", "0" * 32)
-
-    async def all_of_them(
-        store: ObjectStore, prefix: str, under: str | None = None
-    ) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
-        async for info in listing.listed(store, keys.all_namespaces(prefix)):
-            if info.key != keys.cleaner(prefix):
-                yield mine, ChunkAddress(mine, ChunkKey(0, b""), ""), info
-
-    patch.setattr(sweep, "owned", all_of_them)
+    async for info in listing.listed(store, keys.all_namespaces(prefix)):
+        if info.key != keys.cleaner(prefix):
+            yield mine, ChunkAddress(mine, ChunkKey(0, b""), ""), info
 
 
 @instead_of(sweep, "owned")
@@ -89,17 +87,14 @@ async def does_not_look_before_it_tries_again_to_delete(self: Sweep, objects: An
     return set()
 
 
-@mutant
-def takes_a_lease_that_it_cannot_read_for_a_current_one(patch: Patch) -> None:
-    read = Cleaner._read
-
-    async def fresh(self: Cleaner) -> tuple[ObjectInfo | None, Lease | None]:
-        info, lease = await read(self)
-        if info is not None and lease is None:
-            info = dataclasses.replace(info, age_s=0.0)
-        return info, lease
-
-    patch.setattr(Cleaner, "_read", fresh)
+@instead_of(Cleaner, "_read")
+async def takes_a_lease_that_it_cannot_read_for_a_current_one(
+    self: Cleaner,
+) -> tuple[ObjectInfo | None, Lease | None]:
+    info, lease = await read(self)
+    if info is not None and lease is None:
+        info = dataclasses.replace(info, age_s=0.0)
+    return info, lease
 
 
 @instead_of(Cleaner, "_sweep")
@@ -109,14 +104,9 @@ async def sweeps_once(self: Cleaner) -> None:
     self._next_sweep_s = math.inf
 
 
-@mutant
-def only_looks_at_what_is_used(patch: Patch) -> None:
-    hit = Refresher.hit
-
-    def idle(self: Refresher, info: ObjectInfo) -> float:
-        return hit(self, dataclasses.replace(info, age_s=None))
-
-    patch.setattr(Refresher, "hit", idle)
+@instead_of(Refresher, "hit")
+def only_looks_at_what_is_used(self: Refresher, info: ObjectInfo) -> float:
+    return hit(self, dataclasses.replace(info, age_s=None))
 
 
 @instead_of(Sweep, "_delete_unchanged")

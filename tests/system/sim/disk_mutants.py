@@ -23,7 +23,7 @@ from s3kv.stores import disk
 from s3kv.stores.disk import Directory, File
 from s3kv.stores.lanes import ended
 from s3kv.upkeep import disk_cleaning
-from tests.system.sim.mutants import Mutants, Patch
+from tests.mutants import Mutants, Patch
 
 calls: Any = disk
 """Where the calls of the kernel are those of the disk in memory."""
@@ -32,7 +32,7 @@ MUTANTS = Mutants()
 mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
 fetch, read_job = DiskSource.fetch, DiskSource._read
-read, reserve = Directory.read, Directory._reserve
+read, reserve, files = Directory.read, Directory._reserve, Directory.files
 is_crowded = disk_cleaning.is_crowded
 
 swap("takes_no_lock", disk, "_try_lock", lambda fd: True)
@@ -145,13 +145,9 @@ def reserves_nothing(self: Directory, nbytes: int) -> tuple[int, str] | None:
     return reserve(boundless, nbytes)
 
 
-@mutant
-def deletes_the_files_used_last(patch: Patch) -> None:
-    def oldest_last(self: Directory) -> Any:
-        return (File(file.path, file.nbytes, -file.used_s) for file in files(self))
-
-    files = Directory.files
-    patch.setattr(Directory, "files", oldest_last)
+@instead_of(Directory, "files")
+def deletes_the_files_used_last(self: Directory) -> Any:
+    return (File(file.path, file.nbytes, -file.used_s) for file in files(self))
 
 
 @instead_of(source, "is_crowded")
@@ -170,14 +166,11 @@ def does_not_make_its_folders_again(self: Directory) -> int | None:
         return disk._read_used(fd)
 
 
-@mutant
-def starts_on_a_sound_disk_alone(patch: Patch) -> None:
-    def strict(path: str, prefix: str, most_bytes: int) -> Directory:
-        directory = Directory(Path(path), prefix, most_bytes)
-        try:
-            directory.used_bytes()
-        except OSError as error:
-            raise ConfigError(str(error)) from error
-        return directory
-
-    patch.setattr(Directory, "open", strict)
+@instead_of(Directory, "open")
+def starts_on_a_sound_disk_alone(path: str, prefix: str, most_bytes: int) -> Directory:
+    directory = Directory(Path(path), prefix, most_bytes)
+    try:
+        directory.used_bytes()
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    return directory

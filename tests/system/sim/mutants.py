@@ -1,16 +1,11 @@
-"""s3kv with one thing done wrong: what the simulation has to notice.
-
-A mutant takes a `pytest.MonkeyPatch` and breaks the code for as long as that lasts.
-"""
+"""s3kv with one thing done wrong: what the simulation has to notice."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
-
-import pytest
+from typing import Any
 
 from lab.books import CHECKS
 from s3kv.errors import StoreDenied, StoreError
@@ -37,43 +32,14 @@ from s3kv.planning.ledger import Ledger
 from s3kv.planning.uploads import UploadRetries
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
+from tests.mutants import Mutants, Patch
 from tests.unit.planning import test_mutants as planning
-
-Patch = pytest.MonkeyPatch
-Mutant = Callable[[Patch], None]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Mutants(list[Mutant]):
-    """A list, and the decorators that add to it."""
-
-    def mutant(self, of: Mutant) -> Mutant:
-        self.append(of)
-        return of
-
-    def swap(self, name: str, holder: object, attribute: str, value: object) -> Mutant:
-        """The mutant of this name, which puts a value in the place of an attribute."""
-
-        def mutate(patch: Patch) -> None:
-            patch.setattr(holder, attribute, value)
-
-        mutate.__name__ = name
-        return self.mutant(mutate)
-
-    def instead_of(self, holder: object, name: str) -> Callable[[Function], Function]:
-        """For a function that a mutant puts in the place of an attribute."""
-
-        def added(function: Function) -> Function:
-            self.swap(function.__name__, holder, name, function)
-            return function
-
-        return added
-
 
 MUTANTS = Mutants()
 mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
 check = ChunkFormat.check
+digest = Integrity.digest
 chunk = Namespace.chunk
 fetch = BucketSource.fetch
 upload = BucketSource.upload
@@ -120,14 +86,11 @@ def checks_the_digest_and_not_whose_object_it_is(
     return check(self, place, nbytes, read_header(place.header, object_bytes=nbytes).block_hash)
 
 
-@mutant
-def digests_half_of_the_payload(patch: Patch) -> None:
-    digest = Integrity.digest
-
-    def half(self: Integrity, header: bytes, number: int, segment: memoryview) -> str:
-        return digest(self, header, number, segment[: len(segment) // 2])
-
-    patch.setattr(Integrity, "digest", half)
+@instead_of(Integrity, "digest")
+def digests_half_of_the_payload(
+    self: Integrity, header: bytes, number: int, segment: memoryview
+) -> str:
+    return digest(self, header, number, segment[: len(segment) // 2])
 
 
 @instead_of(Namespace, "chunk")

@@ -11,7 +11,7 @@ from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
 from s3kv.types import Outcome
-from tests.system.sim.mutants import Mutants
+from tests.mutants import Mutants
 
 MUTANTS = Mutants()
 instead_of, swap = MUTANTS.instead_of, MUTANTS.swap

@@ -20,17 +20,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import Mutant
 from tests.nightly import some_by_day
 from tests.system.sim import (
     cleaner_mutants,
-    compression_mutants,
     disk_mutants,
-    encryption_mutants,
+    form_mutants,
     mutants,
     sharing_mutants,
     tier_mutants,
 )
-from tests.system.sim.mutants import Mutant
 from tests.system.sim.runs import Failure, run_seeds, try_seeds
 
 ROOT = Path(__file__).parents[3]
@@ -45,8 +44,7 @@ MUTANTS = [
     case
     for kind, module, by_day in (
         ("plain", mutants, 6),
-        ("plain", compression_mutants, 2),
-        ("plain", encryption_mutants, 2),
+        ("plain", form_mutants, 4),
         ("kept", cleaner_mutants, 2),
         ("shared", sharing_mutants, 2),
         ("tiers", tier_mutants, 3),

@@ -9,7 +9,7 @@ from s3kv.messages import JobEnd
 from s3kv.objects.headers import Mismatch
 from s3kv.planning.offload import OffloadPlanner
 from s3kv.planning.row_transfers import RowJob, RowKey, RowTransfer, RowTransfers, TransferEnd
-from tests.system.sim.mutants import Mutants
+from tests.mutants import Mutants
 
 MUTANTS = Mutants()
 instead_of, swap = MUTANTS.instead_of, MUTANTS.swap

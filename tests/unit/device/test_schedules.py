@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from s3kv.device.gpu.copy_streams import EventTicket, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Event
 from s3kv.messages import CopyPart
+from tests.mutants import Mutant, Mutants, Patch
 from tests.unit.device.schedule import Schedule
 from tests.unit.device.simulated import SimulatedEvent, SimulatedStream
 
@@ -31,14 +31,16 @@ WAITS = {
 
 NOTICED_WITHIN = 150
 
-Patch = pytest.MonkeyPatch
-Mutant = Callable[[Patch], None]
-MUTANTS: list[Mutant] = []
+MUTANTS = Mutants()
+mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
+init_staging, init_ticket = Staging.__init__, EventTicket.__init__
+scatter = SimulatedStream.scatter
 
-def mutant(of: Mutant) -> Mutant:
-    MUTANTS.append(of)
-    return of
+swap("says_done_when_it_was_launched", SimulatedEvent, "query", lambda self: True)
+swap(
+    "tells_a_failure_while_what_was_launched_still_runs", BlockCopies, "_settle", lambda self: None
+)
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
@@ -82,64 +84,42 @@ def is_noticed(deaf: tuple[str, str] | None = None) -> bool:
     return False
 
 
-@mutant
-def says_done_when_it_was_launched(patch: Patch) -> None:
-    patch.setattr(SimulatedEvent, "query", lambda self: True)
+@instead_of(BlockCopies, "fence")
+def lets_fences_pass_what_was_not_launched(self: BlockCopies, job_ids: set[int]) -> None:
+    for job in [self._out.jobs[i] for i in job_ids if i in self._out.jobs]:
+        job.ticket.fence()
 
 
-@mutant
-def lets_fences_pass_what_was_not_launched(patch: Patch) -> None:
-    def fence(self: BlockCopies, job_ids: set[int]) -> None:
-        for job in [self._out.jobs[i] for i in job_ids if i in self._out.jobs]:
-            job.ticket.fence()
-
-    patch.setattr(BlockCopies, "fence", fence)
+@instead_of(GpuCopier, "mark")
+def marks_a_stream_that_is_not_the_current_one(self: GpuCopier) -> Event:
+    event = self._gpu.new_event()
+    self._gpu.streams[0].record(event)  # type: ignore[attr-defined]
+    return event
 
 
-@mutant
-def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
-    def mark(self: GpuCopier) -> Event:
-        event = self._gpu.new_event()
-        self._gpu.streams[0].record(event)  # type: ignore[attr-defined]
-        return event
-
-    patch.setattr(GpuCopier, "mark", mark)
+@instead_of(EventTicket, "__init__")
+def uses_an_event_again_while_it_is_asked(
+    self: EventTicket, gpu: Any, events: list[Event], *rest: Any
+) -> None:
+    init_ticket(self, gpu, events, *rest)
+    events.append(self.finished)
 
 
-@mutant
-def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
-    init = EventTicket.__init__
-
-    def hasty(self: EventTicket, gpu: Any, events: list[Event], *rest: Any) -> None:
-        init(self, gpu, events, *rest)
-        events.append(self.finished)
-
-    patch.setattr(EventTicket, "__init__", hasty)
-
-
-@mutant
-def has_a_single_turn_for_all_buffers(patch: Patch) -> None:
+@instead_of(Staging, "__init__")
+def has_a_single_turn_for_all_buffers(self: Staging, *arguments: Any) -> None:
     """The buffers' events stay where they are, and the memory is always the first one's."""
-    init = Staging.__init__
-
-    def one(self: Staging, *arguments: Any) -> None:
-        init(self, *arguments)
-        buffers = [next(self.buffers) for _ in range(2)]
-        buffers[1].memory, buffers[1].stacks = buffers[0].memory, buffers[0].stacks
-
-    patch.setattr(Staging, "__init__", one)
+    init_staging(self, *arguments)
+    buffers = [next(self.buffers) for _ in range(2)]
+    buffers[1].memory, buffers[1].stacks = buffers[0].memory, buffers[0].stacks
 
 
-@mutant
-def writes_row_numbers_over_those_that_are_not_read(patch: Patch) -> None:
-    init = Staging.__init__
-
-    def hasty(self: Staging, gpu: Any, *arguments: Any) -> None:
-        init(self, gpu, *arguments)
-        places = self.places
-        self.places = ((*place, gpu.new_event()) for *place, _ in places)  # type: ignore[assignment]
-
-    patch.setattr(Staging, "__init__", hasty)
+@instead_of(Staging, "__init__")
+def writes_row_numbers_over_those_that_are_not_read(
+    self: Staging, gpu: Any, *arguments: Any
+) -> None:
+    init_staging(self, gpu, *arguments)
+    places = self.places
+    self.places = ((*place, gpu.new_event()) for *place, _ in places)  # type: ignore[assignment]
 
 
 @mutant
@@ -170,19 +150,11 @@ def fences_what_was_read_with_what_was_read_before(patch: Patch) -> None:
     patch.setattr(SimulatedStream, "record", early)
 
 
-@mutant
-def tells_a_failure_while_what_was_launched_still_runs(patch: Patch) -> None:
-    patch.setattr(BlockCopies, "_settle", lambda self: None)
-
-
-@mutant
-def forgets_the_first_block_of_a_part(patch: Patch) -> None:
-    scatter = SimulatedStream.scatter
-
-    def from_zero(self: SimulatedStream, stacks: Any, rows: Any, first_block: int) -> None:
-        scatter(self, stacks, rows, 0)
-
-    patch.setattr(SimulatedStream, "scatter", from_zero)
+@instead_of(SimulatedStream, "scatter")
+def forgets_the_first_block_of_a_part(
+    self: SimulatedStream, stacks: Any, rows: Any, first_block: int
+) -> None:
+    scatter(self, stacks, rows, 0)
 
 
 @pytest.mark.parametrize("broken", MUTANTS, ids=lambda broken: broken.__name__)

@@ -25,29 +25,13 @@ from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledR
 from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
+from tests.mutants import Mutant, Mutants, Patch
 from tests.nightly import some_by_day
+from tests.unit.planning import test_kv, test_ledger, test_saves
 from tests.unit.planning.machine import GroupsMachine, run
 from tests.unit.planning.oracle import FINDINGS
-from tests.unit.planning.test_kv import reset as reset_desk
-from tests.unit.planning.test_kv import (
-    test_a_barred_request_neither_loads_nor_saves_any_more as barred,
-)
-from tests.unit.planning.test_kv import (
-    test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
-)
-from tests.unit.planning.test_ledger import test_a_store_that_is_back_is_not_stormed as not_stormed
-from tests.unit.planning.test_ledger import (
-    test_after_a_long_outage_a_hit_uploads_what_was_given_up as uploads_after_an_outage,
-)
-from tests.unit.planning.test_ledger import (
-    test_while_the_outage_goes_on_hits_upload_less_and_less_often as less_and_less,
-)
-from tests.unit.planning.test_saves import (
-    test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to as tables_count,
-)
 
-Patch = pytest.MonkeyPatch
-MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], object]]] = []
+CASES: list[tuple[Mutants, Callable[[], object]]] = []
 
 offer = KVPlanner._offer
 save = ChunkSaves.plan
@@ -82,62 +66,24 @@ def by_machine_with_groups() -> None:
     run(examples=1_500, machine=GroupsMachine)
 
 
-def mutant_for(
-    test: Callable[[], object],
-) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    def keep(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append((of, test))
-        return of
-
-    return keep
+def noticed_by(test: Callable[[], object]) -> Mutants:
+    CASES.append((mutants := Mutants(), test))
+    return mutants
 
 
-mutant = mutant_for(by_machine)
-
-
-def swap(
-    name: str,
-    holder: object,
-    attribute: str,
-    value: object,
-    test: Callable[[], object] = by_machine,
-) -> Callable[[Patch], None]:
-    """The mutant of this name, which puts a value in the place of an attribute."""
-
-    def mutate(patch: Patch) -> None:
-        patch.setattr(holder, attribute, value)
-
-    mutate.__name__ = name
-    return mutant_for(test)(mutate)
-
-
-def instead_of(
-    holder: object, name: str, test: Callable[[], object] = by_machine
-) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
-    """For a function that a mutant puts in the place of an attribute."""
-    return lambda function: swap(function.__name__, holder, name, function, test)
-
+MUTANTS, WITH_GROUPS = noticed_by(by_machine), noticed_by(by_machine_with_groups)
+mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
 forgets_to_unpin = swap(
     "forgets_to_unpin", Lookup, "give_back_early", lambda self: self.early.clear()
 )
 fences_nothing = swap("fences_nothing", Ledger, "fences", lambda self, block_ids: set())
-forgets_what_the_bucket_has = swap(
-    "forgets_what_the_bucket_has", BucketIndex, "is_present", lambda self, key: False
-)
-saves_what_a_request_keeps_private = swap(
-    "saves_what_a_request_keeps_private", Saving, "allowed", lambda self, chunks: chunks
-)
+swap("forgets_what_the_bucket_has", BucketIndex, "is_present", lambda self, key: False)
+swap("saves_what_a_request_keeps_private", Saving, "allowed", lambda self, chunks: chunks)
 waits_for_ever = swap("waits_for_ever", deadline, "decide", lambda facts: float("inf"))
-never_uploads_again_what_was_given_up = swap(
-    "never_uploads_again_what_was_given_up", Unsaved, "hit", lambda self, key: None
-)
-uploads_again_as_often_as_it_is_hit = swap(
-    "uploads_again_as_often_as_it_is_hit",
-    Unsaved,
-    "saw",
-    lambda self, outcome, now_s: None,
-    less_and_less,
+swap("never_uploads_again_what_was_given_up", Unsaved, "hit", lambda self, key: None)
+noticed_by(test_ledger.test_while_the_outage_goes_on_hits_upload_less_and_less_often).swap(
+    "uploads_again_as_often_as_it_is_hit", Unsaved, "saw", lambda self, outcome, now_s: None
 )
 
 
@@ -222,7 +168,9 @@ def loads_from_the_start_of_a_chunk(self: Lookup, *args: Any) -> Iterator[CopyPa
         yield CopyPart(part.group, part.slot, 0, part.block_ids)
 
 
-@instead_of(KVPlanner, "finished", finishing)
+@noticed_by(
+    test_kv.test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends
+).instead_of(KVPlanner, "finished")
 def drops_the_chunks_of_a_load_with_its_request(self: KVPlanner, request_id: str) -> None:
     finished(self, request_id)
     orphan = self._orphans.pop(request_id, None)
@@ -256,7 +204,9 @@ def resets_without_a_new_salt(self: KVPlanner, salt: bytes) -> None:
     reset(self, self._salt)
 
 
-@instead_of(KVPlanner, "reset", lambda: barred(reset_desk, "offered"))
+@noticed_by(
+    lambda: test_kv.test_a_barred_request_neither_loads_nor_saves_any_more(test_kv.reset, "offered")
+).instead_of(KVPlanner, "reset")
 def lets_requests_from_before_a_reset_go_on(self: KVPlanner, salt: bytes) -> None:
     self._salt = salt
     self.ledger.index.forget()
@@ -283,28 +233,28 @@ def frees_the_slot_of_a_cancelled_fetch_at_once(patch: Patch) -> None:
     patch.setattr(Ledger, "on_end", forgiving)
 
 
-@mutant_for(uploads_after_an_outage)
+@noticed_by(test_ledger.test_after_a_long_outage_a_hit_uploads_what_was_given_up).mutant
 def uploads_again_from_a_slot_that_may_be_evicted(patch: Patch) -> None:
     patch.setattr(Table, "mark_dirty", lambda self, entry: None)
     patch.setattr(Table, "mark_clean", mark_clean_once)
     patch.setitem(CHECKS, Ledger, lambda of: None)
 
 
-@instead_of(Unsaved, "take", not_stormed)
+@noticed_by(test_ledger.test_a_store_that_is_back_is_not_stormed).instead_of(Unsaved, "take")
 def uploads_again_however_many_are_on_their_way(
     self: Unsaved, most: int, store: Breaker, now_s: float
 ) -> list[ChunkKey]:
     return take(self, 1_000, store, now_s)
 
 
-@instead_of(KVPlanner, "_fences_behind", by_machine_with_groups)
+@WITH_GROUPS.instead_of(KVPlanner, "_fences_behind")
 def fences_the_first_group_alone(
     self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]
 ) -> set[int]:
     return self.ledger.fences(block_ids[0])
 
 
-@mutant_for(tables_count)
+@noticed_by(test_saves.test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to).mutant
 def believes_that_tables_only_grow(patch: Patch) -> None:
     def grown(self: Saving, step: ScheduledRequest) -> None:
         place(self, step._replace(tables=None))
@@ -318,7 +268,7 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
     patch.setattr(ChunkSaves, "plan", known)
 
 
-@instead_of(ChunkSaves, "plan", by_machine_with_groups)
+@WITH_GROUPS.instead_of(ChunkSaves, "plan")
 def saves_no_block_as_if_it_were_one(
     self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest, now_s: float
 ) -> Sequence[Job]:
@@ -326,7 +276,7 @@ def saves_no_block_as_if_it_were_one(
     return save(self, request, step, now_s)
 
 
-@instead_of(ChunkSaves, "_save", by_machine_with_groups)
+@WITH_GROUPS.instead_of(ChunkSaves, "_save")
 def saves_the_parts_of_a_chunk_in_another_order(
     self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any
 ) -> Any:
@@ -334,7 +284,7 @@ def saves_the_parts_of_a_chunk_in_another_order(
     return save_chunk(self, request, turned, *args)
 
 
-@instead_of(PlannedRequest, "collect", by_machine_with_groups)
+@WITH_GROUPS.instead_of(PlannedRequest, "collect")
 def offers_what_the_first_group_has(
     self: PlannedRequest, now_s: float, orders: int
 ) -> Lookup | None:
@@ -343,13 +293,13 @@ def offers_what_the_first_group_has(
     return awaited
 
 
-@mutant_for(by_machine_with_groups)
+@WITH_GROUPS.mutant
 def offers_the_last_token(patch: Patch) -> None:
     whole = property(lambda self: len(self.known))
     patch.setattr(ChunkHashes, "before_the_last", whole)
 
 
-@instead_of(Lookup, "load_parts", by_machine_with_groups)
+@WITH_GROUPS.instead_of(Lookup, "load_parts")
 def takes_a_window_for_a_whole_chunk(self: Lookup, *args: Any) -> Iterator[CopyPart]:
     for part in load_parts(self, *args):
         skipped = self.coverage.held.start
@@ -357,9 +307,12 @@ def takes_a_window_for_a_whole_chunk(self: Lookup, *args: Any) -> Iterator[CopyP
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mutate", "check"), some_by_day(MUTANTS, 10))
+@pytest.mark.parametrize(
+    ("mutate", "check"),
+    some_by_day([(mutate, test) for mutants, test in CASES for mutate in mutants], 10),
+)
 def test_it_is_noticed_that_a_planner(
-    mutate: Callable[[Patch], None], check: Callable[[], object], monkeypatch: Patch
+    mutate: Mutant, check: Callable[[], object], monkeypatch: Patch
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(FINDINGS):
