@@ -1,6 +1,6 @@
 """Where a result comes from: its commit, the code that it measures, and how fast the machine is.
 
-A result carries digests of the code that it measures. `tests/repository/test_results.py` fails when
+A result carries digests of the code that it measures. `tests/repository/test_docs.py` fails when
 the documentation shows a result of other code.
 """
 

@@ -115,7 +115,6 @@ AREAS = (
                 "test_offload_tier",
                 "test_tier_api",
                 "test_tier_cases",
-                "test_tier_faults",
                 "test_tier_setup",
             )
         ),

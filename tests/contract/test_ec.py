@@ -1,4 +1,4 @@
-"""The EC connector against vLLM's interface. For its hooks see test_hooks.py."""
+"""The EC connector against vLLM's interface. For its hooks see test_vllm_api.py."""
 
 from __future__ import annotations
 

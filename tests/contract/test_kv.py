@@ -1,6 +1,6 @@
 """The KV connector as vLLM calls it: one class, of which each process has one side.
 
-For the parameters of its hooks see test_hooks.py, for loads and their ends test_load_results.py.
+For the parameters of its hooks see test_vllm_api.py, for loads and their ends test_load_results.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the tier relies on of vLLM's tiers, held against the vLLM that is installed.
 
-First names and fields, then the order of calls in a step; the hooks are in `test_hooks`.
+First names and fields, then the order of calls in a step; the hooks are in `test_vllm_api`.
 `test_tier_cases` goes on from there.
 """
 

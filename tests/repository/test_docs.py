@@ -1,17 +1,28 @@
-"""The documentation says what the code does."""
+"""The documentation says what the code does, its pictures show what the code's tables hold, and the
+benchmarks that it shows were measured with the code that is here."""
 
 from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import origin
+from benchmarks.simulation.fleet import Setup
 from s3kv.cli.app import cli
 from s3kv.config import Config
+from s3kv.host.table import TRANSITIONS, EntryState
 from s3kv.metrics import EC_METRICS, KV_METRICS, TIER_METRICS
-from scripts import render_docs
+from s3kv.planning.requests import REQUEST_TRANSITIONS, RequestState
+from scripts import costs, marks, render_docs, results
+from tests.project import ROOT
+from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
 
 
 @pytest.mark.parametrize("path", render_docs.documents())
@@ -122,3 +133,187 @@ def test_every_metric_named_exists() -> None:
     }
     assert len(named) > 100  # the tables of docs/metrics.md
     assert named - known == set()
+
+
+PICTURES = ROOT / "docs" / "pictures"
+SLOTS = [(a.name, b.name, event) for event, moves in TRANSITIONS.items() for a, b in moves.items()]
+REQUESTS = [(a.name, b.name, event.value) for (a, event), b in REQUEST_TRANSITIONS.items()]
+
+
+@pytest.mark.parametrize("path", sorted(PICTURES.glob("*")), ids=lambda path: path.stem)
+def test_a_picture_is_well_formed_and_needs_nothing_from_elsewhere(path: Path) -> None:
+    drawing = path.read_text()
+    root = ET.fromstring(drawing)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    # A screen reader says the title.
+    assert root[0].tag.endswith("title")
+    assert re.findall(r"href|url\(|@import|<script", drawing) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "moves"),
+    [("slots", EntryState, SLOTS), ("requests", RequestState, REQUESTS)],
+    ids=["slots", "requests"],
+)
+def test_the_states_and_events_of_a_picture_are_those_of_its_table(
+    name: str, states: type[EntryState | RequestState], moves: Iterable[tuple[str, str, str]]
+) -> None:
+    """The events from one state to another are one text, those that leave it as it is another."""
+    edges: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for begin, end, event in moves:
+        edges[begin, end].append(event)
+    said = [f"{'↻ ' * (a == b)}{', '.join(events)}" for (a, b), events in edges.items()]
+    drawn = ET.fromstring((PICTURES / f"{name}.svg").read_text())
+    shown = [str(element.text) for element in drawn.iter() if element.tag.endswith("}text")]
+    assert sorted(shown) == sorted([*said, *(state.name for state in states)])
+
+
+README = (ROOT / "README.md").read_text()
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
+LIBRARY = (ROOT / "docs" / "api.md").read_text().partition("<!-- BEGIN")[0]
+EXAMPLES = re.findall(r"```python\n(.*?)```", LIBRARY, re.DOTALL)
+MOST_LINES = 150
+
+
+PRINTED = (
+    ["Location(device=False, host=True, bucket=True)", "True 1.0"],
+    ["computing", "0.25", "0.25"],
+)
+"""What the examples print, in the order they come."""
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_there_is_no_python_example_but_these() -> None:
+    assert len(EXAMPLES) == len(PRINTED)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with moto_server() as url:
+        boto_client(url, KEYS).create_bucket(Bucket="my-bucket")
+        yield url
+
+
+@pytest.mark.parametrize(("code", "printed"), list(zip(EXAMPLES, PRINTED, strict=False)))
+def test_a_python_example_runs(
+    code: str,
+    printed: list[str],
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_credentials(monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+    exec(compile(code, "api.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_the_transfer_config_is_valid() -> None:
+    (text,) = re.findall(r"--kv-transfer-config '(.*?)'", QUICK_START, re.DOTALL)
+    transfer = json.loads(text)
+    assert transfer["kv_connector"] == "S3KVConnector"
+    config = Config.parse(transfer["kv_connector_extra_config"])
+    example = (config.bucket_bytes / 2**30, config.host_bytes / 2**30)
+    assert example == (Setup().bucket_gib, Setup().host_gib), "docs/cost.md bills the example"
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+MOVED = "code has moved and texts have changed since, and nothing of what is measured"
+NO_THREADS = "the threads of the network have changed since, and two cores have none"
+PLAIN = "objects may be compressed since then, and these were plain, as they would be now"
+OLDER: dict[str, str] = {
+    "compressed.json": "measured while coding held the GIL; to be measured on a faster machine",
+    "compression.json": "measured in one thread, whose speed does not depend on the GIL",
+    "engine-shaped.json": PLAIN,
+    "gpu-h200.json": "each part names its commit: there is not a GPU for every change",
+    "peers-disk.json": PLAIN,
+    "peers-weed.json": NO_THREADS,
+    "peers-shaped.json": "since then the tier saves the chunks behind the first probes, too",
+    "planner.json": "in turns with the code before it, no row moved by more than the noise",
+    "trace-compression.json": MOVED,
+    "trace-disk.json": MOVED,
+    "trace-session.json": MOVED,
+}
+"""Results that the documentation shows though the code they measure has changed since, and why that
+is accepted. A change that makes a result older names it here, or measures again."""
+
+
+@pytest.fixture(scope="module")
+def shown() -> set[str]:
+    """The results that the documentation shows."""
+    names: set[str] = set()
+    recorded = marks.recorded
+
+    def noted(name: str) -> dict[str, Any]:
+        names.add(name)
+        return recorded(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (costs, results):
+            patch.setattr(module, "recorded", noted)
+        for render in (costs.page, results.page, results.peers_page, results.readme):
+            render()
+        return names
+
+
+def changed(name: str) -> list[str] | None:
+    """Paths that have changed since the result; None if it does not say."""
+    result = json.loads((RESULTS / name).read_text())
+    return origin.changed(result) if "code" in result else None
+
+
+def test_no_result_that_is_shown_is_of_other_code(shown: set[str]) -> None:
+    stale = {name: changed(name) for name in sorted(shown - OLDER.keys())}
+    stale = {name: paths for name, paths in stale.items() if paths or paths is None}
+    assert not stale, f"measure again, or name them in OLDER with a reason: {stale}"
+
+
+def test_no_result_is_called_older_without_need(shown: set[str]) -> None:
+    assert shown >= OLDER.keys()
+    fresh = [name for name in OLDER if changed(name) == []]
+    assert not fresh, f"take them off the list: {fresh}"
+    assert all(OLDER.values())
+
+
+def test_all_that_is_measured_exists() -> None:
+    paths = {path for measured in origin.MEASURED.values() for path in measured}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_a_change_of_what_is_measured_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(origin, "ROOT", tmp_path)
+    monkeypatch.setattr(origin, "MEASURED", {"one": ("kept", "file.py")})
+    (tmp_path / "kept").mkdir()
+    for path in ("kept/a.py", "kept/notes.txt", "file.py", "other.py"):
+        (tmp_path / path).write_text("1")
+    result = {"benchmark": "one", "code": origin.code("one")}
+    for path in ("kept/notes.txt", "other.py"):
+        (tmp_path / path).write_text("2")
+    assert origin.changed(result) == []
+    (tmp_path / "kept/a.py").write_text("2")
+    assert origin.changed(result) == ["kept"]
+    (tmp_path / "kept/a.py").write_text("1")
+    (tmp_path / "kept/b.py").write_text("")
+    (tmp_path / "file.py").write_text("1 ")
+    assert origin.changed(result) == ["file.py", "kept"]
+    assert origin.changed({"benchmark": "one", "code": {}}) == ["file.py", "kept"]
+
+
+def test_a_published_result_says_where_it_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import rig
+
+    rig.publish({"benchmark": "engine", "measured": 1}, tmp_path / "result.json")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert json.loads(capsys.readouterr().out) == result
+    assert result["commit"] == origin.commit()
+    assert origin.changed(result) == []
+    assert all(speed > 0 for speed in result["computing"].values())

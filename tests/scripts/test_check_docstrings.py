@@ -1,4 +1,4 @@
-"""The docstring check finds clauses, and nothing else."""
+"""The checks of docstrings and of phrases find what they should, and the package passes them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import check_docstrings
-from scripts.check_docstrings import faults
+from scripts import check_docstrings, check_english
+from scripts.check_docstrings import faults, report
 
 GOOD = '"""Slot table: the holder of each slot."""\n'
 
@@ -85,3 +85,36 @@ def test_a_fault_in_the_package_fails_the_check(
     assert capsys.readouterr().out == (
         f"{tmp_path / 'bad.py'}:4: the docstring of shut starts with 'After'\n"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'log.warning("%s is not what its key says", key)',
+        'raise ValueError(f"{name} is no number")',
+        'Metric("Chunks asked for in the bucket.")',
+        'option("--x", help="To say what it saves")',
+        'class Config:\n    x: int = 1\n    """Bytes on their way to the bucket."""',
+        '@click.command()\ndef run():\n    """Look at the bucket."""',
+    ],
+)
+def test_a_phrase_is_found(line: str) -> None:
+    assert list(check_english.faults(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'log.warning("%s failed verification", key)',
+        'raise ValueError("there is no such file")',
+        'assert x, "nobody reports it"',
+        'def run():\n    """Look at what is told."""',
+        'told = "said"',
+    ],
+)
+def test_other_texts_pass(line: str) -> None:
+    assert not list(check_english.faults(line))
+
+
+def test_the_package_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(faults) == 0, capsys.readouterr().out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import UnsupportedError
+from s3kv.library.caller_streams import (
+    Beside,
+    current_stream,
+    has_passed,
+    mark,
+    new_stream,
+    on,
+    wait,
+)
 from s3kv.library.device_tier import BlockPools, DeviceBlocks
 from s3kv.messages import CopyPart
 from s3kv.types import ChunkKey
@@ -260,3 +271,87 @@ def test_memory_that_cannot_be_copied_is_refused() -> None:
         BlockPools(tensors, {"a": torch.zeros(1, 2, 4).expand(5, 2, 4)})
     with pytest.raises(ValueError, match="on meta"):
         BlockPools(tensors, {"a": torch.zeros(5, 2, 4, device="meta")})
+
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Stands for `torch.cuda`: which streams there are, and what they were told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.made = 0
+        self.current = self.named("caller")
+
+    def named(self, name: str) -> SimpleNamespace:
+        def record() -> SimpleNamespace:
+            self.log.append(f"{name} records")
+            return SimpleNamespace(of=name, query=lambda: name != "busy")
+
+        return SimpleNamespace(
+            name=name,
+            record_event=record,
+            wait_event=lambda event: self.log.append(f"{name} waits for {event.of}"),
+            synchronize=lambda: self.log.append(f"host waits for {name}"),
+        )
+
+    def new(self, device: torch.device) -> SimpleNamespace:
+        self.made += 1
+        return self.named(f"side {self.made}")
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(torch.cuda, "Stream", recorder.new)
+    monkeypatch.setattr(torch.cuda, "stream", recorder.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder.current)
+    return recorder
+
+
+def test_a_stream_waits_for_marks_of_others(cuda: Recorder) -> None:
+    caller, own = current_stream(CUDA), new_stream(CUDA)
+    wait(own, [mark(caller), None])
+    with on(own):
+        assert cuda.current.name == "side 1"
+    assert cuda.current.name == "caller"
+    assert cuda.log == ["caller records", "side 1 waits for caller"]
+
+
+def test_a_mark_tells_when_it_has_passed(cuda: Recorder) -> None:
+    assert has_passed(mark(current_stream(CUDA)))
+    cuda.current = cuda.named("busy")
+    assert not has_passed(mark(current_stream(CUDA)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_beside_are_over_before_anything_else(cuda: Recorder, fails: bool) -> None:
+    beside = Beside([CUDA, CPU, CUDA])
+
+    def work() -> None:
+        cuda.log.append(f"work on {cuda.current.name}")
+        if fails:
+            raise RuntimeError("the copy was refused")
+
+    if fails:
+        with pytest.raises(RuntimeError, match="refused"):
+            beside(work)
+    else:
+        beside(work)
+    assert cuda.log == [
+        "caller records",
+        "side 1 waits for caller",
+        "work on side 1",
+        "host waits for side 1",
+    ]
+    assert cuda.current.name == "caller"

@@ -1,16 +1,21 @@
-"""TieredStore over a real I/O process and an S3 server."""
+"""TieredStore over an I/O process and an S3 server; a block in use stays in the bucket."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 import torch
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreMissing
-from tests.servers import REGION
-from tests.unit.library.stores import block, hash_of, opening, room, same
+from s3kv.library.tiered_store import TieredStore
+from s3kv.types import Location
+from tests.servers import BUCKET, KEYS, REGION, boto_client
+from tests.unit.library.stores import SHAPES, block, hash_of, opening, room, same
 
 
 def named(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
@@ -74,3 +79,110 @@ async def test_a_store_that_cannot_work_says_why_at_start(config: Config) -> Non
     missing = Config(bucket="no-such-bucket", endpoint_url=config.endpoint_url, region=REGION)
     with pytest.raises(StoreMissing, match="no-such-bucket"):
         await opening(missing)
+
+
+KEY = hash_of(1)
+AFTER_S = 1.0
+"""The shortest that a store tells: S3 has whole seconds."""
+
+
+class Objects:
+    """The bucket's objects, seen from outside."""
+
+    def __init__(self, config: Config) -> None:
+        self._client = boto_client(str(config.endpoint_url), KEYS)
+        self._prefix = config.prefix
+
+    def written(self) -> list[Any]:
+        """When each block was last written."""
+        listed = self._client.list_objects_v2(Bucket=BUCKET, Prefix=self._prefix)
+        found = [one for one in listed.get("Contents", ()) if one["Key"].endswith(".safetensors")]
+        return [one["LastModified"] for one in found]
+
+    def delete(self) -> None:
+        """What a lifecycle rule does, or a cleaner, or `s3kv gc`."""
+        for one in self._client.list_objects_v2(Bucket=BUCKET, Prefix=self._prefix)["Contents"]:
+            if one["Key"].endswith(".safetensors"):
+                self._client.delete_object(Bucket=BUCKET, Key=one["Key"])
+
+
+@pytest.fixture
+async def store(config: Config) -> AsyncIterator[TieredStore]:
+    """With one block, in all tiers."""
+    config = dataclasses.replace(config, refresh_after_s=AFTER_S)
+    pools = {name: torch.zeros(2, *shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+    async with opening(config, pools=pools) as store:
+        assert await store.put(KEY, block(1))
+        await from_the_device(store)
+        assert await store.flush() == ()
+        assert store.where(KEY) == Location(device=True, host=True, bucket=True)
+        yield store
+
+
+async def from_the_device(store: TieredStore) -> None:
+    number = await store.acquire(KEY)
+    assert number is not None
+    store.release(number)
+
+
+async def from_host_memory(store: TieredStore) -> None:
+    # Everything else of the pool is in use, so the block is not in the pool.
+    held = [number for number in (store.allocate(), store.allocate()) if number is not None]
+    assert not store.where(KEY).device
+    assert await store.get(KEY, room())
+    for number in held:
+        store.release(number)
+
+
+async def put_again(store: TieredStore) -> None:
+    assert await store.put(KEY, block(1))
+
+
+USES = pytest.mark.parametrize("use", [from_the_device, from_host_memory, put_again])
+Use = Callable[[TieredStore], Awaitable[None]]
+
+
+async def use_until(store: TieredStore, use: Use, holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await use(store)
+            await asyncio.sleep(0.05)
+
+
+@USES
+async def test_it_is_refreshed(store: TieredStore, config: Config, use: Use) -> None:
+    objects = Objects(config)
+    first = objects.written()
+    await use_until(store, use, lambda: objects.written() > first)
+
+
+@USES
+async def test_it_is_uploaded_again_after_it_was_deleted(
+    store: TieredStore, config: Config, use: Use
+) -> None:
+    objects = Objects(config)
+    objects.delete()
+    assert objects.written() == []
+    await use_until(store, use, lambda: objects.written() != [])
+    assert await store.flush() == ()
+    assert store.where(KEY).bucket is True
+
+
+async def test_what_may_have_been_deleted_is_not_said_to_be_in_the_bucket(
+    store: TieredStore, config: Config
+) -> None:
+    """Unless the bucket says so: a put asks, and a flush waits for the answer."""
+    objects, numbers = Objects(config), range(1, 9)
+    for number in numbers:
+        assert await store.put(hash_of(number), block(number))
+    assert await store.flush() == ()
+    objects.delete()
+    async with asyncio.timeout(60):
+        while any(store.where(hash_of(number)).bucket for number in numbers):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert store.where(KEY).bucket is None
+    for number in numbers:
+        assert await store.put(hash_of(number), block(number))
+    assert await store.flush() == ()
+    assert len(objects.written()) == len(numbers)
+    assert store.where(KEY).bucket is True
