@@ -22,8 +22,7 @@ _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Variables by which OpenMP binds threads to cores; the first thread is bound when the library is
 loaded. vLLM's CPU workers load it into every process they start (LD_PRELOAD)."""
 _KILLED_S = 2.0
-"""Longest wait for a killed process. One whose disk hangs ends when the disk answers, and runs
-none of its code meanwhile."""
+"""Longest wait for a killed process. While its disk hangs it does not end, but runs no code."""
 _LAST_LINES_S = 0.2
 """Longest wait for the last lines of a dead process to be logged."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

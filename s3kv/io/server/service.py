@@ -192,8 +192,7 @@ class Service:
 
     def _start_jobs(self) -> None:
         self._queue.limit_requests(self._bucket.pacing.window.size)
-        asked = None if self._disk is None else False
-        for queue, near in ((self._near, True), (self._queue, asked)):
+        for queue, near in ((self._near, True), (self._queue, False if self._disk else None)):
             while self._started and (job := queue.take()) is not None:
                 task = asyncio.get_running_loop().create_task(self._chain.run(job, near))
                 self._tasks[job.job_id] = task
@@ -206,10 +205,13 @@ class Service:
         queue.end(job)
         end = self._end_of(job, task)
         is_absent = end.outcome is Outcome.MISSING and not end.reason
-        if queue is self._near and is_absent and not job.near and job.job_id not in self._cancelled:
+        goes_on = queue is self._near and is_absent and not job.near
+        if goes_on and job.job_id not in self._cancelled:
             self._queue.add(job)
         else:
             self._cancelled.discard(job.job_id)
+            # Cancelled too late to be noticed on the disk; nobody has asked the bucket.
+            end = job.end(Outcome.CANCELLED, "cancelled") if goes_on else end
             end.seconds = time.monotonic() - started_s
             self._send_end(end)
         self._start_jobs()
@@ -231,8 +233,7 @@ class Service:
         self._send(end)
 
     def _cancel(self, job_id: int, *, if_waiting: bool = False) -> None:
-        job = self._queue.withdraw(job_id) or self._near.withdraw(job_id)
-        if job is not None:
+        if (job := self._queue.withdraw(job_id) or self._near.withdraw(job_id)) is not None:
             self._send_end(job.end(Outcome.CANCELLED, "cancelled before it began"))
         elif job_id in self._tasks and job_id not in self._cancelled and not if_waiting:
             # Only once: a second cancellation would interrupt the cleanup after the first.
