@@ -644,7 +644,7 @@ def test_the_identity_of_the_key_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_example_of_the_page_is_one() -> None:
     page = (ROOT / "docs" / "object-format.md").read_text()
-    name, header = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    _, name, header = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
     tensors = tuple(
         Tensor(
             t.name,
