@@ -36,7 +36,7 @@ def since(major: int, minor: int, what: str = "this") -> pytest.MarkDecorator:
 
 def serve_parser() -> Any:
     """The parser of `vllm serve`."""
-    places = ("vllm.entrypoints.launchers", "vllm.entrypoints.openai")  # from 0.32 on, before it
-    (module, *_) = (f"{p}.cli_args" for p in places if importlib.util.find_spec(f"{p}.cli_args"))
+    places = (f"vllm.entrypoints.{place}.cli_args" for place in ("launchers", "common"))  # 0.33
+    module = next(filter(importlib.util.find_spec, places))
     parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     return import_module(module).make_arg_parser(parser(prog="vllm serve"))
