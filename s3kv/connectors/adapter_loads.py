@@ -98,7 +98,7 @@ class AdapterLoads:
         self._manager: Any = None
         self._by_id: dict[int, tuple[str, LoadedAdapter]] = {}
         self._contents: dict[str, bytes | None] = {}
-        """By the name under which vLLM shares KV: the digest of all loads; None: it is unknown."""
+        """By the name vLLM shares KV by: the loads' digest; None if they differ or are unknown."""
         self._step = NO_STEP
         self._has_changed = False
         """Whether the content of a name has changed since the last report."""

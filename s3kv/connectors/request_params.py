@@ -3,7 +3,7 @@
     {"s3kv": {"save": false, "load": false, "max_save_tokens": 1024}}
 
 and vLLM's own `max_offload_tokens` and `max_load_tokens` beside it. Keys of other connectors are
-ignored, but for one (`reads`). vLLM lets no connector refuse a request. So a request whose
+ignored, except `do_remote_prefill`. vLLM lets no connector refuse a request. So a request whose
 parameters cannot be read is served, but nothing of it is saved, in case its parameters forbid that.
 """
 
@@ -60,9 +60,9 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
 
 
 def reads(request: Any) -> bool:
-    """Whether the bucket may serve the request. Not while another engine is to send its prompt:
-    `MultiConnector` has it wait for every connector, and takes it from the first, as NIXL, which
-    takes the mark away when it begins."""
+    """Whether the bucket may serve the request. Not while another engine is to send the prompt: a
+    `MultiConnector` waits for all of its connectors, and loads from the first, such as NIXL. NIXL
+    removes the mark when its transfer begins."""
     params = request.kv_transfer_params
     is_sent = isinstance(params, dict) and params.get("do_remote_prefill")
     return not (request.skip_reading_prefix_cache or is_sent)

@@ -245,7 +245,7 @@ class S3Store:
         self, prefix: str, keys: int, *, token: str | None = "", **where: str
     ) -> ListingPage:
         if token is None:
-            raise StoreError(f"{self!r} lists {keys:,} keys, no more: it has no ListObjectsV2")
+            raise StoreError(f"{self!r} lists only {keys:,} keys: it lacks ListObjectsV2")
         page = await _answer(self.client.list_page(prefix, keys, token=token, **where))
         assert page is not None
         return page
