@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save, save_file
@@ -123,6 +125,28 @@ def write(
         save_file(weights(), partial, metadata={"format": "pt"})
         partial.rename(file)
     return path
+
+
+def add_tokenizer(model: Path) -> Path:
+    """Give the model a tokenizer of the words and digits that `s3kv prove` makes prompts of."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    from s3kv.prove.prompts import make_prompts
+
+    pattern, words = r"\d|\w+|\W", {"<s>": 0, "</s>": 1, "<unk>": 2}
+
+    def encode(text: str) -> list[int]:
+        return [words.setdefault(word, len(words)) for word in re.findall(pattern, text)]
+
+    make_prompts(encode, MAX_TOKENS, 64, seed=0)
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(pattern), "isolated")
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(model)
+    return model
 
 
 def normal(seed: int, std: float) -> Callable[..., torch.Tensor]:

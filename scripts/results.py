@@ -82,13 +82,20 @@ def gpu(result: dict[str, Any]) -> str:
     pieces = " and ".join(f"{n:,}" for n in chunks["pieces"])
     equal = sum(engine["equal"] for engine in engines)
     named = ", ".join(f"{n} {machine['packages'][n]}" for n in ("vllm", "torch", "triton"))
+    models = ", ".join(sorted({f"`{engine['model']}`" for engine in engines}))
+    compiled = sum("compile" in engine for engine in engines)
+    pictures = result["encoder_outputs"]
+    loaded = pictures["arms"]["bucket"]["metrics"]["vllm:s3kv_ec_hits_total"]
     lines = [
         f"{machine['gpu']}, driver {machine['driver']}, {machine['processor']}, {machine['link']}; "
         f"{named}.",
         "",
         f"{tests['passed']} tests passed, {tests.get('failed', 0)} failed. {equal} of "
         f"{len(engines)} engines gave the same tokens from host memory and from the bucket as from "
-        "their own cache, with hits of the full length and nothing left under way. In "
+        "their own cache, with hits of the same length and nothing left under way: models "
+        f"{models} of `lab/`, {compiled} of them with `torch.compile`. A new engine loaded "
+        f"{loaded:.0f} of {pictures['pictures']} encoder outputs, and its tokens were "
+        f"{'the same' if pictures['equal'] else 'other ones'}. In "
         f"{chunks['times']} rounds with chunks of {pieces} pieces {chunks['wrong_bytes']} bytes "
         f"were wrong. Tests that passed under compute-sanitizer: {result['memcheck']['passed']}.",
         "",

@@ -42,12 +42,15 @@ def _engine(
     timeout_s: float,
     link: float | None = None,
     setting: str | None = None,
+    *,
+    compiled: bool = False,
 ) -> Part:
     which = ["--front", front, "--model", model, "--runner", runner]
     which += ["--link", f"{link:g}"] if link is not None else []
     which += ["--set", setting] if setting is not None else []
+    which += ["--compile"] if compiled else []
     program = ("-m", ENGINE, *which, "--out", "{out}")
-    name = name_of(front, model, runner, link, setting)
+    name = name_of(front, model, runner, link, setting, compiled=compiled)
     return Part(
         name.removeprefix("gpu-").replace("-", " "),
         program,
@@ -58,10 +61,22 @@ def _engine(
     )
 
 
+def _with_engines(name: str, timeout_s: float) -> Part:
+    """A test of `tests/gpu/test_engines.py`, longer than one of the part `tests` may be."""
+    program = ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", name, "tests/gpu/test_engines.py")
+    rehearsal = ("-c", "import tests.gpu.test_engines")
+    return Part(name.replace("_", " "), program, rehearsal, timeout_s)
+
+
 _ENGINES = (
-    *(("tier", "tiny", "2"), ("tier", "tiny", "1"), ("tier", "windowed", "2")),
-    *(("connector", "tiny", "2"), ("connector", "tiny", "1"), ("connector", "windowed", "2")),
+    *(_engine(front, "tiny", "2", 200, compiled=True) for front in ("tier", "connector")),
+    *(_engine(front, "tiny", "1", 200) for front in ("tier", "connector")),
+    *(_engine("tier", model, "2", 200) for model in ("latent", "gpt_oss", "granite4")),
+    *(_engine("connector", model, "2", 200) for model in ("latent", "gpt_oss", "granite4", "lfm2")),
 )
+_WITH_ENGINES = ("proof_tier", "proof_connector", "pictures")
+_ALONE = " and ".join(f"not {name}" for name in ("memcheck", *_WITH_ENGINES))
+"""Tests that are no parts of their own."""
 
 FIRST: tuple[Stage, ...] = (
     (_alike("facts", "scripts.gpu.facts", 40),),
@@ -69,7 +84,7 @@ FIRST: tuple[Stage, ...] = (
     (
         Part(
             "tests",
-            (*_TESTS, "150", "--", *_PYTEST, "-m", "gpu", "-k", "not memcheck", *_WHERE),
+            (*_TESTS, "150", "--", *_PYTEST, "-m", "gpu", "-k", _ALONE, *_WHERE),
             # All are collected; a few run, on the CPU and on the simulated GPU.
             rehearsal=(
                 *(*_TESTS, "1100", "--limit", "300", "--", *_PYTEST),
@@ -78,7 +93,8 @@ FIRST: tuple[Stage, ...] = (
             timeout_s=160,
             files=("tests.jsonl",),
         ),
-        *(_engine(*which, 200) for which in _ENGINES),
+        *_ENGINES,
+        *(_with_engines(name, 200) for name in _WITH_ENGINES),
         Part(
             "memcheck",
             ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", "memcheck", "tests/gpu/test_memory.py"),

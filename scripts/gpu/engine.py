@@ -1,6 +1,6 @@
 """The real engine beside s3kv: `python -m scripts.gpu.engine --front tier --out FOLDER`.
 
-A Llama answers the same prompts four times: cold; from the engine's own cache; from host memory,
+A model answers the same prompts four times: cold; from the engine's own cache; from host memory,
 after the engine has forgotten its cache and every page is zeroed; and from the bucket, in a new
 engine. Tokens and hits of the last three have to be equal, and nothing may be left under way; ends
 with 1 if it is not so. Between them it answers other prompts, each cold after the uploads of the
@@ -15,6 +15,7 @@ with windows; one of them with as much KV per token as Llama-3-8B; or one of the
 --runner: vLLM's model runner of the first generation, or of the second.
 --link: MB/s of the way to the bucket, whose objects then also take 30 ms to their first byte.
     Without it the bucket is as fast as the kernel moves files.
+--compile: with torch.compile and vLLM's own choice of CUDA graphs; not in a dry run.
 --set: a setting of s3kv, over those given here. Together with --link it is in the result's name.
 --device cpu: the CPU build of vLLM, to try the program with.
 --dry-run: only what comes before CUDA, see `scripts.gpu.rehearsal`.
@@ -27,13 +28,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.shaped import FAST, Shape, shaped
-from lab import models
+from lab import families, latent, models
 from lab.constants import split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Answer, Engine
 from lab.offloading import offloading
@@ -56,6 +58,8 @@ class Work:
     cache_bytes: int
     host_bytes: int
     dummy: bool = False
+    family: Callable[[Path], Path] | None = None
+    """Builds another model than that of the preset. A chunk of it is a block."""
 
 
 LLAMA_8B = replace(
@@ -67,13 +71,22 @@ LLAMA_8B = replace(
     intermediate=14_336,
     max_tokens=16_384,
 )
+_TINY = Work(models.TINY, 8, 1024, 128, 320 * 2**20, 256 * 2**20)
+_FAMILY = replace(_TINY, prompts=4, hit_tokens=2304, chunk_tokens=0)
 WORKS = {
-    "tiny": Work(models.TINY, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
-    "windowed": Work(models.WINDOWED, 8, 1024, 128, 320 * 2**20, 256 * 2**20),
+    "tiny": _TINY,
+    "windowed": replace(_TINY, preset=models.WINDOWED),
+    "latent": replace(_FAMILY, family=latent.build),
+    **{
+        family.name: replace(_FAMILY, family=partial(families.build, family=family))
+        for family in (families.GPT_OSS, families.LFM2, families.GRANITE4)
+    },
     "fatter": Work(models.FATTER, 4, 7936, 256, 12 * 2**30, 12 * 2**30),
     "llama-8b": Work(LLAMA_8B, 4, 8192, 256, 12 * 2**30, 12 * 2**30, dummy=True),
 }
 
+SIZES = [1, 2, 4, 8]
+"""Of the batches for which there are CUDA graphs."""
 ON_CUDA: dict[str, Any] = {
     "gpu_memory_utilization": 0.3,  # several engines share the GPU
     "enforce_eager": False,
@@ -81,7 +94,7 @@ ON_CUDA: dict[str, Any] = {
     "compilation_config": {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4, 8],
+        "cudagraph_capture_sizes": SIZES,
     },
     "kernel_config": {
         # Kernels are compiled when they are needed: the others would take minutes at the start.
@@ -90,6 +103,7 @@ ON_CUDA: dict[str, Any] = {
         "enable_flashinfer_autotune": False,
     },
 }
+COMPILED: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "benchmark",
     "AWS_SECRET_ACCESS_KEY": "benchmark",
@@ -109,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -125,22 +140,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    keys = ("front", "model", "runner", "device", "link", "set")
-    named = {key: value for key in keys if (value := getattr(options, key)) is not None}
+    keys = ("front", "model", "runner", "device", "link", "set", "compile")
+    named = {key: value for key in keys if (value := getattr(options, key)) not in (None, False)}
     path: Path = options.out / f"{_name(options)}.json"
     path.write_text(json.dumps(named | found, indent=2))
 
 
 def _name(options: argparse.Namespace) -> str:
-    return name_of(options.front, options.model, options.runner, options.link, options.set)
+    which = (options.front, options.model, options.runner, options.link, options.set)
+    return name_of(*which, compiled=options.compile)
 
 
 def name_of(
-    front: str, model: str, runner: str, link: float | None = None, setting: str | None = None
+    front: str,
+    model: str,
+    runner: str,
+    link: float | None = None,
+    setting: str | None = None,
+    *,
+    compiled: bool = False,
 ) -> str:
     """Of the result, without a suffix."""
     more = (f"{link:g}" if link else "", (setting or "").replace("=", "-"))
-    return "-".join(("gpu", front, model, "runner", runner, *filter(None, more)))
+    words = ("gpu", front, model.replace("_", "-"), "runner", runner, *filter(None, more))
+    return "-".join((*words, *(["compiled"] if compiled else [])))
 
 
 def _shape(link: float | None) -> Shape:
@@ -179,7 +202,7 @@ def transfer(
         "tier": {"type": "S3Tier", "module_path": "s3kv.connectors.offload_tier"} | patient,
         "files": {"type": "fs", "root_dir": str(files)},
     }
-    tokens = {"block_size": work.chunk_tokens}
+    tokens = {"block_size": work.chunk_tokens} if work.chunk_tokens else {}
     config = offloading(tier[front], work.host_bytes, **tokens)
     if device == "cuda":
         extra = config["kv_connector_extra_config"]
@@ -202,12 +225,15 @@ def _engine_args(work: Work, device: str) -> dict[str, Any]:
     args = {
         "kv_cache_memory_bytes": work.cache_bytes,
         "max_model_len": work.preset.max_tokens,
+        "enable_prefix_caching": True,
         **({"load_format": "dummy"} if work.dummy else {}),
     }
     return args | (ON_CUDA if device == "cuda" else {})
 
 
 def _model(work: Work, folder: Path) -> Path:
+    if work.family is not None:
+        return work.family(folder)
     if not work.dummy:
         return models.build(folder, work.preset)
     path = folder / work.preset.name
@@ -249,7 +275,7 @@ def _served(options: argparse.Namespace, url: str, folder: Path) -> Iterator[dic
             log_path=options.out / f"{_name(options)}.log",
             env=environment(options.runner)
             | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
-            **_engine_args(work, options.device),
+            **_engine_args(work, options.device) | (COMPILED if options.compile else {}),
         )
 
     def serve(
@@ -314,7 +340,9 @@ def same(one: Sequence[Answer], other: Sequence[Answer]) -> bool:
 
 
 def hit(answers: Sequence[Answer], work: Work) -> bool:
-    return all(answer.cached_tokens == work.hit_tokens for answer in answers)
+    """Whether all are hits of the full length; of a family, of any, which vLLM's own hits share."""
+    hits = {answer.cached_tokens or 0 for answer in answers}
+    return all(hits) if work.family is not None else hits == {work.hit_tokens}
 
 
 if __name__ == "__main__":

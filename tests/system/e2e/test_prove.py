@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,37 +15,17 @@ from lab import models
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.offloading import offloading
 from lab.s3 import S3Server
-from s3kv.prove.prompts import make_prompts
 from tests.system.e2e.conftest import Rig
 
 VLLM = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024")
 SMALL = ("--prompts", "2", "--longest", "800", "--host-bytes", "64MiB")
 
 
-def with_tokenizer(model: Path) -> Path:
-    """The model, with a tokenizer of the words and digits that prompts are made of."""
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast
-
-    pattern, words = r"\d|\w+|\W", {"<s>": 0, "</s>": 1, "<unk>": 2}
-
-    def encode(text: str) -> list[int]:
-        return [words.setdefault(word, len(words)) for word in re.findall(pattern, text)]
-
-    make_prompts(encode, 4_096, 64, seed=0)
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(pattern), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(model)
-    return model
-
-
 def prove(
     s3: S3Server, bucket: str, folder: Path, *options: str
 ) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report and everything that was printed."""
-    model = with_tokenizer(models.build(folder, models.TINY))
+    model = models.add_tokenizer(models.build(folder, models.TINY))
     command = [sys.executable, "-m", "s3kv.cli", "prove", str(model), *VLLM]
     command += ["--kv-cache-memory-bytes", str(ENGINE_ARGS["kv_cache_memory_bytes"])]
     command += ["--json", str(folder / "report.json"), *SMALL, *options]
