@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from typing import Literal
 
-from s3kv.config import Config
+from s3kv.config import MAX_INFLIGHT_BYTES, Config
 from s3kv.errors import ConfigError
 from s3kv.io.sources.executors import started
 from s3kv.io.sources.reception import Decoder
@@ -38,8 +38,8 @@ DECODING_THREADS = max(2, NETWORK_THREADS)
 ENCODING_THREADS = max(1, NETWORK_THREADS // 2)
 MOST_PER_THREAD = 2
 """Objects that may wait for a thread or be in it. More would be uploads that wait for a core."""
-MOST_ENCODED_BYTES = 128 * 2**20
-"""Most memory for compressed objects that are being uploaded."""
+MOST_ENCODED_BYTES = MAX_INFLIGHT_BYTES // 2
+"""Most memory for compressed objects that are being uploaded: enough for all uploads at once."""
 
 
 class Compressor:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from s3kv.config import MAX_INFLIGHT_BYTES
 from s3kv.io.server.jobs import FETCHES_PER_UPLOAD, UPLOADS_PER_STREAM, JobQueue, TransferJob
+from s3kv.io.sources.compressing import MOST_ENCODED_BYTES
 from s3kv.messages import JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place
@@ -207,3 +209,13 @@ def test_limits_hold_and_nothing_is_lost(seed: int) -> None:
         assert uploads <= max(1, places // 2)
         assert running or not queue.waiting
     assert set(queue.ids(FETCH)) | set(queue.ids(UPLOAD)) == left
+
+
+def test_compressed_objects_have_memory_for_all_uploads_at_once() -> None:
+    large = ChunkFormat("0" * 32, (TensorSpec("g0", "U8", (2**25,)),), 0, "whole")
+    queue = JobQueue(64, MAX_INFLIGHT_BYTES)
+    queue.in_hurry = True
+    for number in range(32):
+        queue.add(job(number, UPLOAD, large))
+    assert len(take_all(queue)) == 15
+    assert queue.running_bytes <= MOST_ENCODED_BYTES
