@@ -24,8 +24,8 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
-from benchmarks import origin
 from benchmarks.deadline import ends
+from benchmarks.origin import commit, computing
 from benchmarks.shaped import Shape
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
@@ -307,7 +307,8 @@ def main() -> None:
     }
     report = {
         "benchmark": "planner",
-        **origin.of("planner"),
+        "commit": commit(),
+        "computing": computing(),
         "python": platform.python_version(),
         "chunks_per_prompt": CHUNKS,
         "chunks_known": KNOWN,

@@ -24,7 +24,7 @@ from benchmarks.origin import ROOT
 from scripts import results
 
 FIGURES = {"commit", "computing", "code"}
-"""Parts of a result that a table leaves out."""
+"""Parts of a result that a table leaves out. code: older results have it."""
 RENDERED = {
     "compressed": results.compressed,
     "compression": results.compression,

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import origin
+from benchmarks.origin import commit, computing
 from benchmarks.shaped import BUCKET, HOST, Running, Shape, add_options, shape_of, shaped
 from lab.certificates import self_signed
 from lab.engine import Engine
@@ -210,7 +210,7 @@ def machine() -> str:
 
 def publish(result: Mapping[str, Any], path: Path | None) -> None:
     """Print the result as JSON, with its origin; write it to `path`, too, if there is one."""
-    text = json.dumps({**origin.of(result.get("benchmark", "")), **result}, indent=2)
+    text = json.dumps({"commit": commit(), "computing": computing(), **result}, indent=2)
     print(text)
     if path:
         path.write_text(text + "\n")

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deadline import QUICK_REQUESTS, ends, say
-from benchmarks.origin import code, commit
+from benchmarks.origin import commit
 from benchmarks.report import leaves
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
 from benchmarks.simulation.workload import command, identity, load
@@ -85,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "benchmark": "trace",
             "command": command("trace", arguments, options.trace),
             "commit": commit(),
-            "code": code("trace"),
             "trace": identity(options.trace, len(arrivals)),
             "seconds": arrivals[-1].time_s,
             "setup": {name: getattr(setup, name) for name in names},

@@ -1,5 +1,5 @@
 """The documentation says what the code does, its pictures show what the code's tables hold, and the
-benchmarks that it shows were measured with the code that is here."""
+results that it shows name the commits that gave them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import origin
+from benchmarks.origin import commit
 from benchmarks.simulation.fleet import Setup
 from s3kv.cli.app import cli
 from s3kv.config import Config
@@ -221,28 +221,6 @@ def test_the_transfer_config_is_valid() -> None:
     assert example == (Setup().bucket_gib, Setup().host_gib), "docs/cost.md bills the example"
 
 
-RESULTS = ROOT / "benchmarks" / "results"
-
-MOVED = "code has moved and texts have changed since, and nothing of what is measured"
-NO_THREADS = "the threads of the network have changed since, and two cores have none"
-PLAIN = "objects may be compressed since then, and these were plain, as they would be now"
-OLDER: dict[str, str] = {
-    "compressed.json": "measured while coding held the GIL; to be measured on a faster machine",
-    "compression.json": "measured in one thread, whose speed does not depend on the GIL",
-    "engine-shaped.json": PLAIN,
-    "gpu-h200.json": "each part names its commit: there is not a GPU for every change",
-    "peers-disk.json": PLAIN,
-    "peers-weed.json": NO_THREADS,
-    "peers-shaped.json": "since then the tier saves the chunks behind the first probes, too",
-    "planner.json": "in turns with the code before it, no row moved by more than the noise",
-    "trace-compression.json": MOVED,
-    "trace-disk.json": MOVED,
-    "trace-session.json": MOVED,
-}
-"""Results that the documentation shows though the code they measure has changed since, and why that
-is accepted. A change that makes a result older names it here, or measures again."""
-
-
 @pytest.fixture(scope="module")
 def shown() -> set[str]:
     """The results that the documentation shows."""
@@ -261,49 +239,17 @@ def shown() -> set[str]:
         return names
 
 
-def changed(name: str) -> list[str] | None:
-    """Paths that have changed since the result; None if it does not say."""
-    result = json.loads((RESULTS / name).read_text())
-    return origin.changed(result) if "code" in result else None
-
-
-def test_no_result_that_is_shown_is_of_other_code(shown: set[str]) -> None:
-    stale = {name: changed(name) for name in sorted(shown - OLDER.keys())}
-    stale = {name: paths for name, paths in stale.items() if paths or paths is None}
-    assert not stale, f"measure again, or name them in OLDER with a reason: {stale}"
-
-
-def test_no_result_is_called_older_without_need(shown: set[str]) -> None:
-    assert shown >= OLDER.keys()
-    fresh = [name for name in OLDER if changed(name) == []]
-    assert not fresh, f"take them off the list: {fresh}"
-    assert all(OLDER.values())
-
-
-def test_all_that_is_measured_exists() -> None:
-    paths = {path for measured in origin.MEASURED.values() for path in measured}
-    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
-
-
-def test_a_change_of_what_is_measured_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(origin, "ROOT", tmp_path)
-    monkeypatch.setattr(origin, "MEASURED", {"one": ("kept", "file.py")})
-    (tmp_path / "kept").mkdir()
-    for path in ("kept/a.py", "kept/notes.txt", "file.py", "other.py"):
-        (tmp_path / path).write_text("1")
-    result = {"benchmark": "one", "code": origin.code("one")}
-    for path in ("kept/notes.txt", "other.py"):
-        (tmp_path / path).write_text("2")
-    assert origin.changed(result) == []
-    (tmp_path / "kept/a.py").write_text("2")
-    assert origin.changed(result) == ["kept"]
-    (tmp_path / "kept/a.py").write_text("1")
-    (tmp_path / "kept/b.py").write_text("")
-    (tmp_path / "file.py").write_text("1 ")
-    assert origin.changed(result) == ["file.py", "kept"]
-    assert origin.changed({"benchmark": "one", "code": {}}) == ["file.py", "kept"]
+def test_every_result_that_is_shown_names_its_commit(shown: set[str]) -> None:
+    """Of the result as a whole, or of each part that was measured by itself."""
+    assert shown
+    for name in sorted(shown):
+        result = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        parts: Any = [part for about, part in result.items() if about != "machine"]
+        if "commit" in result:
+            parts = [result]
+        for part in parts:
+            for one in part if isinstance(part, list) else [part]:
+                assert re.fullmatch(r"[0-9a-f]{7,}\+?", one.get("commit", "")), name
 
 
 def test_a_published_result_says_where_it_comes_from(
@@ -314,6 +260,5 @@ def test_a_published_result_says_where_it_comes_from(
     rig.publish({"benchmark": "engine", "measured": 1}, tmp_path / "result.json")
     result = json.loads((tmp_path / "result.json").read_text())
     assert json.loads(capsys.readouterr().out) == result
-    assert result["commit"] == origin.commit()
-    assert origin.changed(result) == []
+    assert result["commit"] == commit()
     assert all(speed > 0 for speed in result["computing"].values())
