@@ -1,16 +1,9 @@
-"""The tables of docs/compatibility.md: what has run, versions and families.
-
-Versions and families are those that `scripts.matrix` has recorded. A row of the first table says
-"run" only if its evidence is there: a result that a run has recorded, or the tests that run on it.
-So the table changes when the first result of a GPU or of AWS is recorded.
-"""
+"""The tables of docs/compatibility.md: versions and families, as `scripts.matrix` recorded them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from scripts.areas import AREAS, FAMILIES, Area
@@ -23,52 +16,6 @@ Result = dict[str, Any]
 NOT_RUN = "not run"
 CONTINUOUS = "0.32.0"
 """The version that scripts/install_engine.sh takes unasked: every change has to pass on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One row of the table.
-
-    evidence: patterns of files from the root; one match each makes it true. run: what has been run.
-    otherwise: the state without evidence.
-    """
-
-    what: str
-    evidence: tuple[str, ...]
-    run: str
-    otherwise: str = "**not yet run**"
-
-
-CLAIMS = (
-    Claim("Ceph RADOS Gateway", ("tests/rgw.py",), "run: tests"),
-    Claim("SeaweedFS", ("lab/weed.py",), "run with every change: the suite for stores"),
-    Claim("moto, a simulated S3", ("tests/servers.py",), "run with every change: every test"),
-    Claim(
-        "Terraform",
-        ("tests/system/infra/test_applied.py",),
-        "run: applied to moto, and used from there. **Not yet applied to AWS**",
-    ),
-    Claim(
-        "GPUs (CUDA)",
-        ("benchmarks/results/gpu-*.json",),
-        "run once, on one H200: the copies, the tier, the connector",
-        "**not yet run**: written from vLLM's source, with tests that want a GPU",
-    ),
-    Claim("AWS S3", ("benchmarks/results/*-aws.json",), "run"),
-    Claim(
-        "MinIO, R2, Google Cloud Storage, S3 Express",
-        ("benchmarks/results/*-minio.json",),
-        "run",
-        "read only: their documentation; **not yet run**",
-    ),
-    Claim(
-        "Kubernetes, the image",
-        ("benchmarks/results/kubernetes-*.json",),
-        "run",
-        "manifests validated against the schemas, the image built on a stand-in for vLLM's; "
-        "**not yet run**",
-    ),
-)
 
 
 def recorded() -> list[Result]:
@@ -155,21 +102,16 @@ def _lacking(*cells: dict[str, Any]) -> list[str]:
     return sorted(why.partition(": ")[2] for why in reasons)
 
 
-def status(results: list[Result], root: Path = ROOT) -> str:
-    """The table of what has run. results: the runs on versions of vLLM, the oldest first."""
-    first, second = (_ran(results, runner) for runner in ("first", "second"))
-    rows = [
-        ("vLLM on a CPU, first-generation model runner", first),
-        ("the same, second-generation model runner, interpreted kernels", second),
+def status(results: list[Result]) -> str:
+    """What has run on each runner. results: the runs on versions of vLLM, the oldest first."""
+    lines = [
+        "| | state |",
+        "|---|---|",
+        f"| vLLM on a CPU, first-generation model runner | {_ran(results, 'first')} |",
+        "| the same, second-generation model runner, interpreted kernels "
+        f"| {_ran(results, 'second')} |",
     ]
-    rows += [(claim.what, _state(claim, root)) for claim in CLAIMS]
-    lines = ["| | state |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {what} | {state} |" for what, state in rows)])
-
-
-def _state(claim: Claim, root: Path) -> str:
-    found = all(any(root.glob(pattern)) for pattern in claim.evidence)
-    return claim.run if found else claim.otherwise
+    return "\n".join(lines)
 
 
 def _ran(results: list[Result], runner: str) -> str:

@@ -13,14 +13,7 @@ import click
 
 from s3kv import config
 from s3kv.cli.app import cli
-from scripts import (
-    compatibility,
-    costs,
-    format_example,
-    metrics,
-    reference,
-    results,
-)
+from scripts import compatibility, costs, format_example, metrics, reference, results
 from scripts.marks import ROOT, filled
 
 

@@ -1,10 +1,8 @@
-"""The tables of compatibility: what they show of a result, and that every version has one. A row of
-what has run is true by what is there, not by what somebody writes."""
+"""The tables of compatibility: what they show of a result, and that every version has one."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -105,30 +103,6 @@ def test_the_range_that_is_told_is_the_one_that_has_run() -> None:
         assert re.search(rf"vLLM\W+{re.escape(told)}\b", (ROOT / document).read_text()), document
     (made,) = re.findall(r"^VERSION \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert made.split() == versions
-
-
-def state(what: str, root: Path) -> str:
-    lines = compatibility.status([], root).splitlines()
-    (line,) = (line for line in lines if line.startswith(f"| {what}"))
-    return line.strip("| ").split(" | ")[1]
-
-
-def test_without_evidence_nothing_has_run(tmp_path: Path) -> None:
-    for claim in compatibility.CLAIMS:
-        assert "not yet run" in state(claim.what, tmp_path)
-
-
-def test_the_first_result_of_a_gpu_changes_its_row(tmp_path: Path) -> None:
-    results = tmp_path / "benchmarks" / "results"
-    results.mkdir(parents=True)
-    (results / "gpu-copies.json").touch()
-    assert state("GPUs", tmp_path).startswith("run once")
-    assert "not yet run" in state("AWS S3", tmp_path)
-
-
-def test_today_nothing_has_run_on_aws_and_a_gpu_and_ceph_have() -> None:
-    assert "not yet run" in state("AWS S3", ROOT)
-    assert all(state(what, ROOT).startswith("run") for what in ("Ceph", "GPUs"))
 
 
 def test_a_version_says_how_much_of_it_has_run() -> None:
