@@ -23,15 +23,14 @@ from benchmarks.deadline import ends, say
 from benchmarks.origin import ROOT
 from scripts import results
 
-FIGURES = {"commit", "computing", "code"}
-"""Parts of a result that a table leaves out. code: older results have it."""
+FIGURES = {"all", "commit", "computing"}
+"""Parts of a result that a table leaves out."""
 RENDERED = {
     "compressed": results.compressed,
     "compression": results.compression,
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
-    "short": results.short,
 }
 
 

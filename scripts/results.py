@@ -66,11 +66,7 @@ def engine(result: dict[str, Any]) -> str:
             "|---|---|---|",
             *(f"| {name} | {ms:,.0f} ms | {_ratio(ms / median['none'])} |" for name, ms in rows),
             "",
-            *(
-                [_over_floor("A hit", median["warm"], median["local"], result["raw"])]
-                if "raw" in result
-                else []
-            ),
+            _over_floor("A hit", median["warm"], median["local"], result["raw"]),
         ]
     )
 
@@ -146,31 +142,6 @@ def _over_floor(hit: str, warm_ms: float, local_ms: float, raw: dict[str, Any]) 
     )
 
 
-CONNECTORS = {
-    "none": "no connector",
-    "again": "no connector, once more",
-    "empty": "a connector whose hooks do nothing",
-    "own": "s3kv",
-}
-"""The passes of `benchmarks/short.py`."""
-
-
-def short(result: dict[str, Any]) -> str:
-    """A table of the passes of one engine with each connector."""
-    lines = [
-        f"{result['machine']}; {result['prompts']}; {result['turns']} turns on each of "
-        f"{result['engines']} engines.",
-        "",
-        "| | requests per s | relative to none | 95 % confidence interval |",
-        "|---|---|---|---|",
-    ]
-    for name, rate in result["requests_per_s"].items():
-        ratio = result["ratio"].get(name, {"median": 1.0, "interval_95": None})
-        interval = "{:.3f} to {:.3f}".format(*ratio["interval_95"]) if ratio["interval_95"] else "–"
-        lines.append(f"| {CONNECTORS[name]} | {rate:,.2f} | {ratio['median']:.3f} | {interval} |")
-    return "\n".join(lines)
-
-
 def readme() -> str:
     """README.md."""
     speed = [engine(recorded("engine-shaped.json")), beside(recorded("peers-shaped.json"))]
@@ -215,22 +186,14 @@ def planner(result: dict[str, Any]) -> str:
             "",
             "| | µs |",
             "|---|---|",
-            *(f"| {said} | {measured[n]:,.1f} |" for n, said in names.items() if n in measured),
-            *_cold_waits(measured),
+            *(f"| {said} | {measured[name]:,.1f} |" for name, said in names.items()),
+            "",
+            "In virtual time, prompts of 12 chunks of 43 ms each of which the bucket has nothing "
+            f"wait {measured['cold_wait_mean_ms']:.1f} ms for its answers, the first "
+            f"{measured['cold_wait_first_ms']:.1f} ms (first bytes of 30 ms, with a tail; nothing "
+            "else to compute).",
         ]
     )
-
-
-def _cold_waits(measured: dict[str, float]) -> list[str]:
-    if "cold_wait_mean_ms" not in measured:
-        return []
-    return [
-        "",
-        "In virtual time, prompts of 12 chunks of 43 ms each of which the bucket has nothing wait "
-        f"{measured['cold_wait_mean_ms']:.1f} ms for its answers, the first "
-        f"{measured['cold_wait_first_ms']:.1f} ms (first bytes of 30 ms, with a tail; nothing else "
-        "to compute).",
-    ]
 
 
 def compressed(result: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import short
-from scripts import results
 
 SEED = 5
 
@@ -34,4 +33,3 @@ def test_the_quick_benchmark_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = json.loads((tmp_path / "result").read_text())
     assert set(result["ratio"]) == {"again", "empty", "own"}
     assert all(rate > 0 for rate in result["requests_per_s"].values())
-    assert "| s3kv | " in results.short(result)
