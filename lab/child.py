@@ -31,7 +31,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 Message = dict[str, Any]
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 NUMBER: ContextVar[int] = ContextVar("NUMBER")
 """Of the command that a task handles."""
 
@@ -251,9 +250,9 @@ def start_host(settings: Message) -> Host:
     args = AsyncEngineArgs(model=settings["model"], **engine_args)
     if settings["in_process"]:
         return InlineHost(args)
-    method = os.environ[START_METHOD]
     config = args.create_engine_config()
-    os.environ[START_METHOD] = method  # vLLM's platform for CPUs insists on "spawn"
+    # As `lab.engine` has it: vLLM's platform for CPUs has just put "spawn" there.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     host: Host = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
     return host
 

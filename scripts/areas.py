@@ -111,12 +111,7 @@ AREAS = (
         "as a tier of vLLM's offloading: hooks, settings, vLLM's own cases, every fault",
         tuple(
             f"tests/contract/{name}.py"
-            for name in (
-                "test_offload_tier",
-                "test_tier_api",
-                "test_tier_cases",
-                "test_tier_setup",
-            )
+            for name in ("test_offload_tier", "test_tier_api", "test_tier_cases", "test_tier_setup")
         ),
         runner=CONTRACT.runner,
     ),

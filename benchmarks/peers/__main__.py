@@ -81,7 +81,9 @@ def _entered(
     nixl, lmcache = options.nixl_python, options.lmcache_python
     makes: dict[str, Make] = {
         "s3kv": lambda run, _: contenders.s3kv(bucket, run, host_gib),
-        "s3kv-compressed": lambda run, _: contenders.s3kv(bucket, run, host_gib, "on"),
+        "s3kv-compressed": lambda run, _: contenders.s3kv(
+            bucket, run, host_gib, "s3kv-compressed", compress="on"
+        ),
         "s3kv-disk": lambda run, _: contenders.s3kv_disk(bucket, folder, run, host_gib),
         "offloading-s3kv": lambda run, _: contenders.offloading_s3kv(bucket, run, host_gib),
         "offloading-obj": lambda run, _: contenders.offloading_obj(bucket, run, host_gib, nixl),

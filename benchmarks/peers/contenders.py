@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,12 +77,11 @@ class Contender:
     )
 
 
-def s3kv(bucket: Bucket, run: str, host_gib: int, compress: str = "off") -> Contender:
-    name = "s3kv" if compress == "off" else "s3kv-compressed"
+def s3kv(bucket: Bucket, run: str, host_gib: int, name: str = "s3kv", **settings: Any) -> Contender:
     prefix = f"{run}/{name}"
     return Contender(
         name,
-        connector(_settings(bucket) | {"compress": compress}, prefix, host_gib),
+        connector(_settings(bucket) | settings, prefix, host_gib),
         saved=lambda: bucket.server.objects(bucket.name, prefix),
         forget=lambda: bucket.empty(prefix),
     )
@@ -90,19 +89,15 @@ def s3kv(bucket: Bucket, run: str, host_gib: int, compress: str = "off") -> Cont
 
 def s3kv_disk(bucket: Bucket, folder: Path, run: str, host_gib: int) -> Contender:
     """s3kv with files in a local folder before the bucket."""
-    prefix, path = f"{run}/s3kv-disk", folder / "disk" / run
+    path = folder / "disk" / run
     disk = {"disk_path": str(path), "disk_bytes": "64GiB", "disk_writes": "all"}
+    ours = s3kv(bucket, run, host_gib, "s3kv-disk", **disk)
 
     def forget() -> None:
-        bucket.empty(prefix)
+        ours.forget()
         shutil.rmtree(path)
 
-    return Contender(
-        "s3kv-disk",
-        connector(_settings(bucket) | disk, prefix, host_gib),
-        saved=lambda: bucket.server.objects(bucket.name, prefix),
-        forget=forget,
-    )
+    return replace(ours, forget=forget)
 
 
 def offloading_s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
@@ -238,11 +233,7 @@ _PLAIN_S3 = {
 
 
 def _settings(bucket: Bucket) -> dict[str, Any]:
-    settings = {
-        "bucket": bucket.name,
-        "endpoint_url": bucket.server.url,
-        "compress": "off",
-    }
+    settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url, "compress": "off"}
     return settings | ({"ca_bundle": bucket.ca_bundle} if bucket.ca_bundle else {})
 
 

@@ -46,23 +46,16 @@ class CountedStore(MemoryStore):
         self._loop = loop
         self._object_bytes = object_bytes
 
-    def __len__(self) -> int:
-        return len(self._objects)
-
     def add(self, key: str) -> bool:
         """Write the object unless it is there."""
         if key in self._objects:
             return False
-        self._objects[key] = (b"", self._clock())
+        self.hold(key, b"")
         self.peak = max(self.peak, len(self._objects))
         return True
 
     def find(self, key: str) -> ObjectInfo | None:
-        found = self._objects.get(key)
-        if found is None:
-            return None
-        modified_s = found[1]
-        return ObjectInfo(key, self._object_bytes, modified_s, _ETAG, self._clock() - modified_s)
+        return self._told(key) if key in self._objects else None
 
     async def _take(self, verb: str) -> None:
         self.counts[verb] += 1
