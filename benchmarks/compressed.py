@@ -16,72 +16,49 @@ round, at each rate (MB/s; 0: no limit), starts five engines one after another:
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.deadline import begin, ends, say
-from benchmarks.rig import LARGE, SMALL, Size, Store, connector, machine, publish, s3, warm_engine
+from benchmarks.rig import LARGE, SMALL, Bench, Size, Store, machine, publish, s3
 from benchmarks.shaped import Shape, add_options
-from lab.engine import Engine
-from lab.models import build, prompts
+from lab.models import prompts
 
 
-class Bench:
+class Rounds(Bench):
     """Rounds at one rate of the link."""
 
     def __init__(self, folder: Path, store: Store, size: Size) -> None:
-        self._folder, self._store, self._size = folder, store, size
-        self._model = build(folder, size.preset)
+        super().__init__(folder, store, size, "warm-off", "warm-auto", "warm-on")
         self._first, self._second = (
             prompts(size.prompts, size.prompt_tokens, seed=seed) for seed in (7, 8)
         )
-        self._seconds: dict[str, list[float]] = {}
-        self._hits: set[int | None] = set()
-
-    @contextmanager
-    def _engine(self, mode: str, prefix: str) -> Iterator[Engine]:
-        say(f"engine with compress {mode}")
-        settings = self._store.settings | {"compress": mode}
-        ours = connector(settings, prefix, self._size.host_gib)
-        log = self._folder / f"{mode}.log"
-        with warm_engine(self._model, log, ours, self._store.env, size=self._size) as engine:
-            yield engine
-
-    def _pass(self, name: str, engine: Engine, asked: Sequence[Any]) -> None:
-        answers = engine.generate(asked)
-        self._seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
-        if name.startswith("warm"):
-            self._hits |= {answer.cached_tokens for answer in answers}
 
     def round(self) -> None:
         prefix = f"bench/{uuid.uuid4().hex[:8]}"
-        with self._engine("off", prefix) as engine:
-            self._pass("cold-off", engine, self._first)
-        with self._engine("auto", prefix) as engine:
-            self._pass("warm-off", engine, self._first)
-            self._pass("cold-auto", engine, self._second)
-        with self._engine("auto", prefix) as engine:
-            self._pass("warm-auto", engine, self._second)
-        with self._engine("on", f"{prefix}-on") as engine:
-            self._pass("cold-on", engine, self._first)
-        with self._engine("on", f"{prefix}-on") as engine:
-            self._pass("warm-on", engine, self._first)
+        with self.engine("off", prefix, compress="off") as engine:
+            self.run("cold-off", engine, self._first)
+        with self.engine("auto", prefix, compress="auto") as engine:
+            self.run("warm-off", engine, self._first)
+            self.run("cold-auto", engine, self._second)
+        with self.engine("auto", prefix, compress="auto") as engine:
+            self.run("warm-auto", engine, self._second)
+        for name in ("cold-on", "warm-on"):
+            with self.engine("on", f"{prefix}-on", compress="on") as engine:
+                self.run(name, engine, self._first)
 
     def result(self) -> dict[str, Any]:
-        ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self._seconds.items()}
+        told = self.told()
+        ms = told["median_ms"]
         best = min(ms["warm-on"], ms["warm-off"])
-        return {
-            "median_ms": ms,
+        return told | {
             "warm_on_over_off": round(ms["warm-on"] / ms["warm-off"], 3),
             "warm_auto_over_best": round(ms["warm-auto"] / best, 3),
             "cold_on_over_off": round(ms["cold-on"] / ms["cold-off"], 3),
             "cold_auto_over_off": round(ms["cold-auto"] / ms["cold-off"], 3),
-            "tokens_hit_of_prompt": sorted(map(str, self._hits)),
         }
 
 
@@ -105,22 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.connection_mb_s = Shape().connection_mb_s if link else 0.0
         with s3(options) as store, tempfile.TemporaryDirectory() as folder:
             begin(f"{store.name} at {link:g} MB/s", 5 * options.rounds * size.give_up_s)
-            bench = Bench(Path(folder), store, size)
+            bench = Rounds(Path(folder), store, size)
             for number in range(options.rounds):
                 say(f"round {number + 1} of {options.rounds}")
                 bench.round()
             links[f"{link:g}"] = bench.result()
             told = store.told()
-    publish(
-        {
-            "benchmark": "compressed",
-            **told,
-            "machine": machine(),
-            "prompts": size.told(),
-            "links_mb_s": links,
-        },
-        options.json,
-    )
+    about = {"benchmark": "compressed", **told, "machine": machine(), "prompts": size.told()}
+    publish(about | {"links_mb_s": links}, options.json)
 
 
 if __name__ == "__main__":

@@ -27,30 +27,16 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.deadline import begin, ends, say
 from benchmarks.floor import Server
-from benchmarks.rig import (
-    LARGE,
-    SMALL,
-    Size,
-    Store,
-    add_server,
-    connector,
-    machine,
-    publish,
-    s3,
-    warm_engine,
-)
-from lab.engine import Engine
-from lab.models import build, prompts
+from benchmarks.rig import LARGE, SMALL, Bench, Size, Store, add_server, machine, publish, s3
+from lab.models import prompts
 
 DISK = {"disk_bytes": "64GiB", "disk_writes": "all"}
 
@@ -62,69 +48,46 @@ def forget(file: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Bench:
+class Rounds(Bench):
     def __init__(self, folder: Path, store: Store, size: Size) -> None:
+        super().__init__(folder, store, size, "warm", "disk", "uncached")
         self._server = Server(store.url or "", store.bucket, store.s3.env)
-        self._folder = folder
-        self._store = store
-        self._size = size
-        self._model = build(folder, size.preset)
         self._long = prompts(size.prompts, size.prompt_tokens, seed=7)
-        self.seconds: dict[str, list[float]] = {}
-        self.hits: list[int | None] = []
-        self.files: list[int] = []
-
-    @contextmanager
-    def _engine(self, name: str, prefix: str | None, disk: Path | None = None) -> Iterator[Engine]:
-        say(f"engine {name}")
-        log_path = self._folder / f"{name}.log"
-        size, settings = self._size, self._store.settings
-        if disk is not None:
-            settings = settings | {"disk_path": str(disk), **DISK}
-        ours = connector(settings, prefix, size.host_gib) if prefix else None
-        with warm_engine(self._model, log_path, ours, self._store.env, size=size) as engine:
-            yield engine
-
-    def _pass(self, name: str, engine: Engine) -> None:
-        answers = engine.generate(self._long)
-        self.seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
-        if name in ("warm", "disk", "uncached"):
-            self.hits.extend(answer.cached_tokens for answer in answers)
+        self._files: list[int] = []
 
     def round(self) -> None:
         prefix = f"bench/{uuid.uuid4().hex[:8]}"
-        with self._engine("none", None) as engine:
-            self._pass("none", engine)
-            self._pass("local", engine)
-        with self._engine("cold", prefix) as engine:
-            self._pass("cold", engine)
-        with self._engine("warm", prefix) as engine:
-            self._pass("warm", engine)
-        self._server.read(prefix, self._size.chunks_per_prompt)
-        disk = self._folder / uuid.uuid4().hex
-        with self._engine("saving", prefix := f"{prefix}-disk", disk) as engine:
-            self._pass("saving", engine)
-        self.files.append(len(files := list(disk.rglob("*.safetensors"))))
-        with self._engine("disk", prefix, disk) as engine:
-            self._pass("disk", engine)
+        with self.engine("none", None) as engine:
+            self.run("none", engine, self._long)
+            self.run("local", engine, self._long)
+        for name in ("cold", "warm"):
+            self._pass(name, prefix)
+        self._server.read(prefix, self.size.chunks_per_prompt)
+        disk = self.folder / uuid.uuid4().hex
+        settings = {"disk_path": str(disk), **DISK}
+        self._pass("saving", f"{prefix}-disk", **settings)
+        self._files.append(len(files := list(disk.rglob("*.safetensors"))))
+        self._pass("disk", f"{prefix}-disk", **settings)
         for file in files:
             forget(file)
-        with self._engine("uncached", prefix, disk) as engine:
-            self._pass("uncached", engine)
+        self._pass("uncached", f"{prefix}-disk", **settings)
         shutil.rmtree(disk)
 
+    def _pass(self, name: str, prefix: str, **settings: Any) -> None:
+        """One pass on an engine of its own."""
+        with self.engine(name, prefix, **settings) as engine:
+            self.run(name, engine, self._long)
+
     def result(self) -> dict[str, Any]:
-        ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
-        raw = self._server.told()
-        ms["raw"] = raw["median_ms"]
+        told, raw = self.told(), self._server.told()
+        told["median_ms"]["raw"] = raw["median_ms"]
         return {
             "benchmark": "engine",
-            **self._store.told(),
+            **self.store.told(),
             "machine": machine(),
-            "prompts": self._size.told(),
-            "tokens_hit_of_prompt": sorted({str(hit) for hit in self.hits}),
-            "median_ms": ms,
-            "files_on_disk": self.files,
+            "prompts": self.size.told(),
+            **told,
+            "files_on_disk": self._files,
             "raw": raw,
             "all_ms": {n: [round(1e3 * x) for x in s] for n, s in self.seconds.items()},
         }
@@ -144,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size = LARGE if options.large else SMALL
         size = size.quick() if options.quick else size
         begin(store.name, 6 * rounds * size.give_up_s)
-        bench = Bench(Path(folder), store, size)
+        bench = Rounds(Path(folder), store, size)
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
             bench.round()

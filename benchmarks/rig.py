@@ -12,8 +12,9 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from typing import Any
 
 import psutil
 
+from benchmarks.deadline import say
 from benchmarks.origin import commit, computing
 from benchmarks.shaped import BUCKET, HOST, Running, Shape, add_options, shape_of, shaped
 from lab.certificates import self_signed
 from lab.engine import Engine
-from lab.models import FAT, FATTER, Preset, prompts
+from lab.models import FAT, FATTER, Preset, build, prompts
 from lab.s3 import REGION, S3Server, moto_process
 from lab.weed import weed_process
 
@@ -202,6 +204,42 @@ def warm_engine(
         engine.call("lab.on_cpu:touch_kv_cache")
         engine.generate(prompts(2, SHORT_TOKENS, seed=9))
         yield engine
+
+
+class Bench:
+    """Passes of prompts over engines with one model, each with s3kv or without a connector.
+
+    warm: the passes whose hits are noted.
+    """
+
+    def __init__(self, folder: Path, store: Store, size: Size, *warm: str) -> None:
+        self.folder, self.store, self.size = folder, store, size
+        self.model = build(folder, size.preset)
+        self.seconds: dict[str, list[float]] = {}
+        self._warm = warm
+        self._hits: set[str] = set()
+
+    @contextmanager
+    def engine(self, name: str, prefix: str | None, **settings: Any) -> Iterator[Engine]:
+        """An engine with these settings of s3kv; prefix: None for one without a connector."""
+        say(f"engine {name}")
+        settings = self.store.settings | settings
+        ours = connector(settings, prefix, self.size.host_gib) if prefix else None
+        log, env = self.folder / f"{name}.log", self.store.env
+        with warm_engine(self.model, log, ours, env, size=self.size) as engine:
+            yield engine
+
+    def run(self, name: str, engine: Engine, asked: Sequence[Sequence[int]]) -> None:
+        """One pass."""
+        answers = engine.generate(asked)
+        self.seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
+        if name in self._warm:
+            self._hits |= {str(answer.cached_tokens) for answer in answers}
+
+    def told(self) -> dict[str, Any]:
+        """For a result."""
+        ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
+        return {"median_ms": ms, "tokens_hit_of_prompt": sorted(self._hits)}
 
 
 def machine() -> str:
