@@ -15,14 +15,13 @@ round, at each rate (MB/s; 0: no limit), starts five engines one after another:
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import begin, ends, say
+from benchmarks.deadline import begin, command_line, ends, say
 from benchmarks.rig import LARGE, SMALL, Bench, Size, Store, machine, publish, s3
 from benchmarks.shaped import Shape, add_options
 from lab.models import prompts
@@ -64,12 +63,10 @@ class Rounds(Bench):
 
 @ends(900)
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = command_line(__doc__, "few prompts")
     parser.add_argument("--links", type=float, nargs="+", default=[100.0, 1000.0, 0.0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
-    parser.add_argument("--quick", action="store_true", help="few prompts")
-    parser.add_argument("--json", type=Path)
     add_options(parser)
     options = parser.parse_args(arguments)
     options.shaped, options.weed, options.tls = True, False, False

@@ -11,20 +11,18 @@ included. `memcpy_gb_per_s` is a copy of the same chunks in the same run.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from benchmarks.deadline import ends, say
+from benchmarks.deadline import command_line, ends, say
 from benchmarks.origin import ROOT
 from benchmarks.rig import machine, publish
 from lab import smollm
@@ -181,12 +179,8 @@ def memcpy(kind: Kind, rounds: int) -> float:
 
 @ends(600)
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "two rounds of one chunk")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="two rounds of one chunk")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     codec = compression.codec()
     if codec is None:

@@ -1,11 +1,13 @@
-"""The end of a benchmark that hangs, and its progress on stderr."""
+"""What all benchmarks have: options, an end if they hang, progress on stderr."""
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -13,6 +15,16 @@ T = TypeVar("T")
 
 QUICK_REQUESTS = 500
 """Requests of a trace that a short run takes."""
+
+
+def command_line(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """A parser with `--quick` and `--json`. quick: what a short run is."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, help="write the result there, too")
+    return parser
 
 
 def ends(give_up_s: float) -> Callable[[Callable[P, T]], Callable[P, T]]:

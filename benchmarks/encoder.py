@@ -20,7 +20,6 @@ cache.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import begin, ends, say
+from benchmarks.deadline import begin, command_line, ends, say
 from benchmarks.rig import Store, add_server, machine, publish, s3
 from lab import vision
 from lab.engine import Answer, Ask, Engine
@@ -182,12 +181,10 @@ class Bench:
 
 @ends(600)
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = command_line(__doc__, "one round")
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--layers", type=int, default=24, help="of the vision tower")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--json", type=Path)
     add_server(parser)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -24,7 +24,6 @@ shape of S3.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -33,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import begin, ends, say
+from benchmarks.deadline import begin, command_line, ends, say
 from benchmarks.floor import Server
 from benchmarks.rig import LARGE, SMALL, Bench, Size, Store, add_server, machine, publish, s3
 from lab.models import prompts
@@ -95,11 +94,9 @@ class Rounds(Bench):
 
 @ends(900)
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = command_line(__doc__, "one round, few prompts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round, few prompts")
     parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
-    parser.add_argument("--json", type=Path)
     add_server(parser)
     options = parser.parse_args(arguments)
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:

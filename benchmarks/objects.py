@@ -21,7 +21,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Literal
 
@@ -29,7 +28,7 @@ import boto3
 import uvloop
 from botocore.config import Config as BotoConfig
 
-from benchmarks.deadline import begin, ends, say
+from benchmarks.deadline import begin, command_line, ends, say
 from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
 from benchmarks.sockets import RawConnection, exchange_all, head, raw_get, raw_put
@@ -126,17 +125,13 @@ ROW_S = 600.0
 
 @ends(600)
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "one round of 16 requests a row")
     parser.add_argument("url", nargs="?", help="of the server, if not as in benchmarks/rig.py")
     parser.add_argument("--bucket", default=BUCKET)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--object-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round of 16 requests a row")
     parser.add_argument("--row", choices=ROWS, help="run this one, once, in this process")
-    parser.add_argument("--json", type=Path)
     add_server(parser)
     args = parser.parse_args(arguments)
     chunk = layout(args.object_bytes)

@@ -21,7 +21,6 @@ where it has one, and asked none where it has none.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import tempfile
@@ -31,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import begin, ends, say
+from benchmarks.deadline import begin, command_line, ends, say
 from benchmarks.rig import (
     SHORT_TOKENS,
     SMALL,
@@ -59,11 +58,9 @@ Turn = dict[str, float]
 
 @ends(600)
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = command_line(__doc__, "one engine, one turn")
     parser.add_argument("--engines", type=int, default=3, help="one after another")
     parser.add_argument("--turns", type=int, default=20, help="of each engine")
-    parser.add_argument("--quick", action="store_true", help="one engine, one turn")
-    parser.add_argument("--json", type=Path)
     add_server(parser)
     options = parser.parse_args(arguments)
     engines, turns = (1, 1) if options.quick else (options.engines, options.turns)

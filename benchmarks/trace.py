@@ -41,7 +41,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import QUICK_REQUESTS, ends, say
+from benchmarks.deadline import QUICK_REQUESTS, command_line, ends, say
 from benchmarks.origin import commit
 from benchmarks.report import leaves
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
@@ -94,14 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, f"only {QUICK_REQUESTS} of them")
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
-    parser.add_argument("--quick", action="store_true", help=f"only {QUICK_REQUESTS} of them")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")
-    parser.add_argument("--json", type=Path, help="write everything there")
     for field in dataclasses.fields(Setup):
         is_many = field.name in GRID
         parser.add_argument(

@@ -40,7 +40,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import begin, ends, say
+from benchmarks.deadline import begin, command_line, ends, say
 from benchmarks.floor import Server
 from benchmarks.origin import ROOT
 from benchmarks.peers import contenders, defeats
@@ -102,15 +102,11 @@ def _entered(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "one round, few prompts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round, few prompts")
     parser.add_argument("--model", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--users", nargs="+", type=int, default=USERS, help="at once")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="connectors")
-    parser.add_argument("--json", type=Path, help="a file for the result")
     for name in ("nixl", "lmcache"):
         made = ROOT / "build" / name / "bin" / "python"
         parser.add_argument(
