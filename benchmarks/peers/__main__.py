@@ -45,7 +45,6 @@ from benchmarks.floor import Server
 from benchmarks.origin import ROOT
 from benchmarks.peers import contenders, defeats
 from benchmarks.peers.bench import Bench, Make
-from benchmarks.peers.contenders import Bucket
 from benchmarks.peers.work import SIZES, USERS, Work, work
 from benchmarks.rig import SMALL, Store, add_server, machine, publish, s3
 from lab.engine import Engine
@@ -60,8 +59,6 @@ for module in sys.argv[1:]:
     found = distributions.get(module)
     print(version(found[0]) if found else import_module(module).__version__)
 """
-HOST_GIB = 2
-"""Host memory of each connector: room for the KV of all prompts."""
 NAMES = (
     *("s3kv", "s3kv-compressed", "s3kv-disk", "offloading-s3kv"),
     *("offloading-obj", "offloading-fs", "lmcache"),
@@ -75,22 +72,20 @@ def _versions(python: str, *modules: str) -> dict[str, str]:
 
 
 def _entered(
-    options: argparse.Namespace, folder: Path, bucket: Bucket, host_gib: int
+    options: argparse.Namespace, folder: Path, store: Store
 ) -> tuple[list[Make], dict[str, str], dict[str, str]]:
     """Who takes part, in which versions, and who does not and why."""
     nixl, lmcache = options.nixl_python, options.lmcache_python
     makes: dict[str, Make] = {
-        "s3kv": lambda run, _: contenders.s3kv(bucket, run, host_gib),
+        "s3kv": lambda run, _: contenders.s3kv(store, run),
         "s3kv-compressed": lambda run, _: contenders.s3kv(
-            bucket, run, host_gib, "s3kv-compressed", compress="on"
+            store, run, "s3kv-compressed", compress="on"
         ),
-        "s3kv-disk": lambda run, _: contenders.s3kv_disk(bucket, folder, run, host_gib),
-        "offloading-s3kv": lambda run, _: contenders.offloading_s3kv(bucket, run, host_gib),
-        "offloading-obj": lambda run, _: contenders.offloading_obj(bucket, run, host_gib, nixl),
-        "offloading-fs": lambda run, _: contenders.offloading_fs(folder, run, host_gib),
-        "lmcache": lambda run, model: contenders.lmcache(
-            bucket, folder, model, run, host_gib, lmcache
-        ),
+        "s3kv-disk": lambda run, _: contenders.s3kv_disk(store, folder, run),
+        "offloading-s3kv": lambda run, _: contenders.offloading_s3kv(store, run),
+        "offloading-obj": lambda run, _: contenders.offloading_obj(store, run, nixl),
+        "offloading-fs": lambda run, _: contenders.offloading_fs(folder, run),
+        "lmcache": lambda run, model: contenders.lmcache(store, folder, model, run, lmcache),
     }
     versions, left_out = _versions(sys.executable, "vllm"), {}
     for name, module, python in (("offloading-obj", "nixl", nixl), ("lmcache", "lmcache", lmcache)):
@@ -127,11 +122,10 @@ def main() -> None:
         works = [work(one, folder, options.users, options.quick) for one in options.model]
         engines = sum(1 + (1 + len(w.engines)) * 5 for w in works if isinstance(w, Work))
         begin(store.name, rounds * engines * SMALL.give_up_s)
-        bucket = Bucket(store.s3, store.bucket, store.ca_bundle)
-        makes, versions, left_out = _entered(options, folder, bucket, HOST_GIB)
+        makes, versions, left_out = _entered(options, folder, store)
         Engine.zygotes = Zygotes()
         try:
-            models = _run(works, rounds, folder, store, makes, bucket)
+            models = _run(works, rounds, folder, store, makes)
         finally:
             Engine.zygotes.close()
         left_out |= {n: w for n, w in zip(options.model, works, strict=True) if isinstance(w, str)}
@@ -144,25 +138,29 @@ def main() -> None:
 
 
 def _run(
-    works: list[Work | str],
-    rounds: int,
-    folder: Path,
-    store: Store,
-    makes: list[Make],
-    bucket: Bucket,
+    works: list[Work | str], rounds: int, folder: Path, store: Store, makes: list[Make]
 ) -> dict[str, Any]:
     """The results by model."""
     benches: dict[str, Bench] = {}
     for one in works:
         if isinstance(one, Work):
-            server = Server(store.url or "", bucket.name, store.s3.env)
+            server = Server(store.url or "", store.bucket, store.s3.env)
             benches[one.name] = Bench(folder, store.env, makes, one, server)
-            bucket.touch("peers/touch", one.chunks, one.size.chunk_bytes)
+            _touch(store, one.chunks, one.size.chunk_bytes)
     for number in range(rounds):
         for name, bench in benches.items():
             say(f"round {number + 1} of {rounds}, {name}")
             bench.round()
     return {name: bench.result() for name, bench in benches.items()}
+
+
+def _touch(store: Store, chunks: int, chunk_bytes: int) -> None:
+    """Write and delete, so that a server that keeps its objects in memory has that memory:
+    otherwise whoever saves first pays for it."""
+    client, body = store.s3.client(), bytes(chunk_bytes)
+    for number in range(chunks):
+        client.put_object(Bucket=store.bucket, Key=f"peers/touch/{number}", Body=body)
+    store.s3.empty(store.bucket, "peers/touch/")
 
 
 if __name__ == "__main__":

@@ -22,38 +22,15 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.peers.lmcache_in_engine import FOLDER
-from benchmarks.rig import CHUNK_TOKENS, connector
+from benchmarks.rig import CHUNK_TOKENS, Store, connector
 from lab.engine import EngineFailed
 from lab.offloading import offloading
-from lab.s3 import REGION, S3Server
+from lab.s3 import REGION
 from lab.service import free_ports
 
 START_TIMEOUT_S = 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    server: S3Server
-    name: str
-    """Of the bucket."""
-    ca_bundle: str = ""
-    """File of the server's certificate, for TLS."""
-
-    def under(self, prefix: str) -> dict[str, int]:
-        """Objects whose keys start with `prefix`, and their bytes."""
-        return self.server.everything(self.name, prefix)
-
-    def touch(self, prefix: str, chunks: int, chunk_bytes: int) -> None:
-        """Write and delete, so that a server that keeps its objects in memory has that memory:
-        otherwise whoever saves first pays for it."""
-        client = self.server.client()
-        body = bytes(chunk_bytes)
-        for number in range(chunks):
-            client.put_object(Bucket=self.name, Key=f"{prefix}/{number}", Body=body)
-        self.empty(f"{prefix}/")
-
-    def empty(self, prefix: str) -> None:
-        self.server.empty(self.name, prefix)
+HOST_GIB = 2
+"""Host memory of each connector: room for the KV of all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +54,21 @@ class Contender:
     )
 
 
-def s3kv(bucket: Bucket, run: str, host_gib: int, name: str = "s3kv", **settings: Any) -> Contender:
+def s3kv(store: Store, run: str, name: str = "s3kv", **settings: Any) -> Contender:
     prefix = f"{run}/{name}"
     return Contender(
         name,
-        connector(_settings(bucket) | settings, prefix, host_gib),
-        saved=lambda: bucket.server.objects(bucket.name, prefix),
-        forget=lambda: bucket.empty(prefix),
+        connector(store.settings | settings, prefix, HOST_GIB),
+        saved=lambda: store.s3.objects(store.bucket, prefix),
+        forget=lambda: store.s3.empty(store.bucket, prefix),
     )
 
 
-def s3kv_disk(bucket: Bucket, folder: Path, run: str, host_gib: int) -> Contender:
+def s3kv_disk(store: Store, folder: Path, run: str) -> Contender:
     """s3kv with files in a local folder before the bucket."""
     path = folder / "disk" / run
     disk = {"disk_path": str(path), "disk_bytes": "64GiB", "disk_writes": "all"}
-    ours = s3kv(bucket, run, host_gib, "s3kv-disk", **disk)
+    ours = s3kv(store, run, "s3kv-disk", **disk)
 
     def forget() -> None:
         ours.forget()
@@ -100,77 +77,75 @@ def s3kv_disk(bucket: Bucket, folder: Path, run: str, host_gib: int) -> Contende
     return replace(ours, forget=forget)
 
 
-def offloading_s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
+def offloading_s3kv(store: Store, run: str) -> Contender:
     """vLLM's OffloadingConnector with s3kv's tier."""
     prefix = f"{run}/tier"
     return Contender(
         "offloading-s3kv",
-        _offloading({"type": "s3kv", "prefix": prefix, **_settings(bucket)}, host_gib),
-        saved=lambda: bucket.server.objects(bucket.name, prefix),
-        forget=lambda: bucket.empty(prefix),
+        _offloading({"type": "s3kv", "prefix": prefix, "compress": "off", **store.settings}),
+        saved=lambda: store.s3.objects(store.bucket, prefix),
+        forget=lambda: store.s3.empty(store.bucket, prefix),
     )
 
 
-def offloading_obj(bucket: Bucket, run: str, host_gib: int, python: str) -> Contender:
+def offloading_obj(store: Store, run: str, python: str) -> Contender:
     """vLLM's OffloadingConnector with the `obj` tier: NIXL's OBJ plugin, the C++ AWS SDK."""
     prefix = f"{run}/obj"
-    store = {
-        "bucket": bucket.name,
-        "endpoint_override": bucket.server.url,
-        "access_key": bucket.server.env["AWS_ACCESS_KEY_ID"],
-        "secret_key": bucket.server.env["AWS_SECRET_ACCESS_KEY"],
-        "region": bucket.server.env.get("AWS_DEFAULT_REGION", REGION),
+    place = {
+        "bucket": store.bucket,
+        "endpoint_override": store.url,
+        "access_key": store.s3.env["AWS_ACCESS_KEY_ID"],
+        "secret_key": store.s3.env["AWS_SECRET_ACCESS_KEY"],
+        "region": store.s3.env.get("AWS_DEFAULT_REGION", REGION),
     }
-    if bucket.ca_bundle:
-        store |= {"scheme": "https", "ca_bundle": bucket.ca_bundle}
+    if store.ca_bundle:
+        place |= {"scheme": "https", "ca_bundle": store.ca_bundle}
     return Contender(
         "offloading-obj",
-        _offloading({"type": "obj", "prefix": prefix, "store_config": store}, host_gib),
-        saved=lambda: bucket.under(prefix),
-        forget=lambda: bucket.empty(prefix),
+        _offloading({"type": "obj", "prefix": prefix, "store_config": place}),
+        saved=lambda: store.s3.everything(store.bucket, prefix),
+        forget=lambda: store.s3.empty(store.bucket, prefix),
         # Without it vLLM 0.32 ends the engine at the first transfer that succeeds: vllm#55576.
         env=_PLAIN_S3 | {"NIXL_TELEMETRY_ENABLE": "1"},
         python=python,
     )
 
 
-def offloading_fs(folder: Path, run: str, host_gib: int) -> Contender:
+def offloading_fs(folder: Path, run: str) -> Contender:
     """vLLM's OffloadingConnector with the `fs` tier: files in a local folder."""
     root = folder / "fs" / run
     root.mkdir(parents=True)
     return Contender(
         "offloading-fs",
-        _offloading({"type": "fs", "root_dir": str(root)}, host_gib),
+        _offloading({"type": "fs", "root_dir": str(root)}),
         saved=lambda: {str(p): p.stat().st_size for p in root.rglob("*.bin")},
         forget=lambda: shutil.rmtree(root),
     )
 
 
-def lmcache(
-    bucket: Bucket, folder: Path, model: Path, run: str, host_gib: int, python: str
-) -> Contender:
+def lmcache(store: Store, folder: Path, model: Path, run: str, python: str) -> Contender:
     """LMCacheMPConnector and an `lmcache server` of its own, with its S3 adapter (awscrt).
 
     The names of its objects begin with the model's path, and it takes the bucket for a part of the
     host's name. So the model lies in a folder with the bucket's name, relative to the engine's.
     """
-    path = Path(bucket.name, run, "lmcache")
+    path = Path(store.bucket, run, "lmcache")
     (folder / path).parent.mkdir(parents=True)
     (folder / path).symlink_to(model.resolve())
     port, http_port = free_ports(2)
     adapter = {
         "type": "s3",
-        "s3_endpoint": urlsplit(bucket.server.url or "").netloc,
-        "s3_region": bucket.server.env.get("AWS_DEFAULT_REGION", REGION),
+        "s3_endpoint": urlsplit(store.url or "").netloc,
+        "s3_region": store.s3.env.get("AWS_DEFAULT_REGION", REGION),
         "s3_prefer_http2": False,
-        "disable_tls": not bucket.ca_bundle,
+        "disable_tls": not store.ca_bundle,
     }
     options = {
         "port": port,
         "http-port": http_port,
         "chunk-size": CHUNK_TOKENS,
-        "l1-size-gb": host_gib,
-        "l1-init-size-gb": host_gib,
+        "l1-size-gb": HOST_GIB,
+        "l1-init-size-gb": HOST_GIB,
         "eviction-policy": "LRU",
         "supported-transfer-mode": "auto",  # of which the engine takes `engine_driven` on a CPU
         "shm-name": f"peers-{port}",
@@ -191,13 +166,13 @@ def lmcache(
                 "lmcache.mp.port": port,
             },
         },
-        saved=lambda: bucket.under(f"{run}/lmcache@"),
-        forget=lambda: bucket.empty(f"{run}/lmcache@"),
+        saved=lambda: store.s3.everything(store.bucket, f"{run}/lmcache@"),
+        forget=lambda: store.s3.empty(store.bucket, f"{run}/lmcache@"),
         env=env | {FOLDER: str(folder)},
         python=python,
         model=path,
         prepare="benchmarks.peers.lmcache_in_engine:prepare",
-        server=lambda log: _served(command, env | bucket.server.env, port, log),
+        server=lambda log: _served(command, env | store.s3.env, port, log),
     )
 
 
@@ -232,10 +207,5 @@ _PLAIN_S3 = {
 }
 
 
-def _settings(bucket: Bucket) -> dict[str, Any]:
-    settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url, "compress": "off"}
-    return settings | ({"ca_bundle": bucket.ca_bundle} if bucket.ca_bundle else {})
-
-
-def _offloading(tier: Mapping[str, Any], host_gib: int) -> dict[str, Any]:
-    return offloading(tier, host_gib * 2**30, block_size=CHUNK_TOKENS)
+def _offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
+    return offloading(tier, HOST_GIB * 2**30, block_size=CHUNK_TOKENS)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.peers import contenders
-from benchmarks.peers.contenders import Bucket
 from benchmarks.peers.proof import faults
-from benchmarks.rig import CHUNK_TOKENS
+from benchmarks.rig import CHUNK_TOKENS, Store
 from lab.engine import Engine
 from lab.models import prompts
 from tests.system.e2e.conftest import Rig
@@ -16,9 +15,10 @@ from tests.system.e2e.conftest import Rig
 @pytest.mark.parametrize("tier", ["fs", pytest.param("s3kv", marks=pytest.mark.nightly)])
 def test_vllms_offloading_connector_hits_on_a_cpu(rig: Rig, tier: str) -> None:
     if tier == "fs":
-        contender = contenders.offloading_fs(rig.tmp_path, "run", host_gib=2)
+        contender = contenders.offloading_fs(rig.tmp_path, "run")
     else:
-        contender = contenders.offloading_s3kv(Bucket(rig.s3, rig.bucket), "run", host_gib=2)
+        store = Store("moto", rig.s3.url, rig.bucket, rig.s3.env)
+        contender = contenders.offloading_s3kv(store, "run")
     asks = prompts(3, 2 * CHUNK_TOKENS + 50, seed=3)
     env = {**rig.s3.env, **contender.env}
     with Engine(
