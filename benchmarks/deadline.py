@@ -13,9 +13,6 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-QUICK_REQUESTS = 500
-"""Requests of a trace that a short run takes."""
-
 
 def command_line(description: str | None, quick: str) -> argparse.ArgumentParser:
     """A parser with `--quick` and `--json`. quick: what a short run is."""

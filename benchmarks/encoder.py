@@ -35,12 +35,8 @@ from lab import vision
 from lab.engine import Answer, Ask, Engine
 
 _SCHEDULER_HOOKS = (
-    "ensure_cache_available",
-    "has_cache_item",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "get_ec_connector_stats",
+    *("ensure_cache_available", "has_cache_item", "update_state_after_alloc"),
+    *("build_connector_meta", "update_connector_output", "get_ec_connector_stats"),
     "request_finished",
 )
 _TEXT = [10, 11, 12]

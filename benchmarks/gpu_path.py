@@ -32,17 +32,12 @@ from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import LLAMA_8B, TINY
 from benchmarks.shaped import FAST, shaped
 from benchmarks.sockets import RawConnection, exchange_all, raw_get
+from lab.s3 import environment
 
 if TYPE_CHECKING:
     from benchmarks.gpu.pipeline import Pipeline
 
 NEEDED = ("aiobotocore", "botocore", "h11", "msgspec", "uvloop", "xxhash")
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "benchmark",
-    "AWS_SECRET_ACCESS_KEY": "benchmark",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 
 
 @ends(1200)
@@ -72,7 +67,7 @@ def _measured(make_rig: Callable[[], CopyRig], rounds: int) -> dict[str, Any]:
 
     with ExitStack() as stack:
         # For the I/O process, which finds its own as every tool does.
-        stack.enter_context(mock.patch.dict(os.environ, CREDENTIALS))
+        stack.enter_context(mock.patch.dict(os.environ, environment("benchmark", "benchmark")))
         rig = make_rig()
         stack.callback(rig.close)
         server = stack.enter_context(shaped(FAST))

@@ -29,7 +29,7 @@ from benchmarks.shaped import BUCKET, HOST, Running, Shape, add_options, shape_o
 from lab.certificates import self_signed
 from lab.engine import Engine
 from lab.models import FAT, FATTER, Preset, build, prompts
-from lab.s3 import REGION, S3Server, moto_process
+from lab.s3 import S3Server, environment, moto_process
 from lab.weed import weed_process
 
 CHUNK_TOKENS = 128
@@ -150,13 +150,9 @@ def _s3_shaped(shape: Shape, tls: bool) -> Iterator[Store]:
     with TemporaryDirectory() as folder:
         certificate = str(self_signed(Path(folder) / "tls", f"IP:{HOST}")) if tls else ""
         bundle = f"{certificate}.crt" if tls else ""
-        env = {
-            "AWS_ACCESS_KEY_ID": "none",
-            "AWS_SECRET_ACCESS_KEY": "none-secret",
-            "AWS_DEFAULT_REGION": REGION,
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # bodies without AWS's own framing
-        } | ({"AWS_CA_BUNDLE": bundle} if tls else {})
+        env = environment("none", "none-secret") | ({"AWS_CA_BUNDLE": bundle} if tls else {})
+        # Bodies without AWS's own framing.
+        env["AWS_REQUEST_CHECKSUM_CALCULATION"] = "when_required"
         os.environ |= env  # for the clients of this process
         with shaped(shape, certificate) as server:
             name = f"benchmarks.shaped at {server.url}"

@@ -41,7 +41,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deadline import QUICK_REQUESTS, command_line, ends, say
+from benchmarks.deadline import command_line, ends, say
 from benchmarks.origin import commit
 from benchmarks.report import leaves
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
@@ -52,6 +52,7 @@ GRID = (
     *("engines_per_host", "disk_gib", "disk_admission"),
 )
 """Options that may have several values: every combination is a run."""
+QUICK_REQUESTS = 500
 MANY = {"host_gib": [8.0, 32.0, 128.0]}
 
 

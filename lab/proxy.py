@@ -3,7 +3,8 @@
 Put it between s3kv and any S3 server. It is a process of its own, so that it takes nothing from
 the engine's interpreter; passing on 64 MiB/s costs it about an eighth of a core.
 
-    with proxy(s3.url, bytes_per_s=4 * 2**20) as p:
+    with proxy(s3.url) as p:
+        p.limit(4 * 2**20)
         p.fault(Fault(kind="reset_mid_body", verbs=("GET",), times=3))
         p.wait_for("reset_mid_body", count=3)
         p.lift()
@@ -109,7 +110,6 @@ class Proxy:
 def proxy(
     upstream_url: str,
     *,
-    bytes_per_s: float | None = None,
     certificate: Path | None = None,
     wrong_certificate: Path | None = None,
     address: str = "127.0.0.1",
@@ -121,9 +121,7 @@ def proxy(
     """
     certificates = str(certificate or ""), str(wrong_certificate or "")
     with started("lab.proxying", upstream_url, address, *certificates) as process:
-        running = Proxy(process, "https" if certificate else "http", address)
-        running.limit(bytes_per_s)
-        yield running
+        yield Proxy(process, "https" if certificate else "http", address)
 
 
 @contextmanager

@@ -22,6 +22,12 @@ from lab.service import first_line, started
 REGION = "us-east-1"
 
 
+def environment(key: str, secret: str) -> dict[str, str]:
+    """What a process needs in its environment to use a server with these credentials."""
+    keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    return keys | {"AWS_DEFAULT_REGION": REGION, "AWS_EC2_METADATA_DISABLED": "true"}
+
+
 @dataclass(frozen=True, slots=True)
 class S3Server:
     """An S3 endpoint and credentials that may do everything there; url None is AWS itself."""
@@ -89,13 +95,8 @@ def moto_process(port: int = 0) -> Iterator[S3Server]:
     It is killed when the block ends, in the middle of whatever it does.
     """
     with started("lab.s3", str(port), quiet=True) as process:
-        env = {
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing-secret",
-            "AWS_DEFAULT_REGION": REGION,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        yield S3Server(f"http://127.0.0.1:{int(first_line(process))}", env)
+        url = f"http://127.0.0.1:{int(first_line(process))}"
+        yield S3Server(url, environment("testing", "testing-secret"))
 
 
 def serve(port: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lab.s3 import REGION, S3Server
+from lab.s3 import S3Server, environment
 from lab.service import answers, free_ports
 
 KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecretsecretsecret"}
@@ -68,8 +68,7 @@ def weed_process(home: Path, volumes: int = 100) -> Iterator[S3Server]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"SeaweedFS does not start; log: {home / 'weed.log'}")
             time.sleep(0.1)
-        more = {"AWS_DEFAULT_REGION": REGION, "AWS_EC2_METADATA_DISABLED": "true"}
-        yield S3Server(url, KEYS | more)
+        yield S3Server(url, environment(*KEYS.values()))
     finally:
         server.kill()
         server.wait()

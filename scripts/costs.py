@@ -97,12 +97,8 @@ def bill(result: dict[str, Any]) -> str:
         if not run["host_gib"]:
             continue
         month = run["usd_per_month"]
-        dollars = (
-            month["puts"],
-            month["gets"] + month["upkeep"],
-            month["storage"],
-            month["spared"],
-        )
+        others = month["gets"] + month["upkeep"]
+        dollars = (month["puts"], others, month["storage"], month["spared"])
         budget = f"{run['bucket_gib']:,.0f} GiB" if run["bucket_gib"] else "none, a day's objects"
         lines.append(
             f"| {run['host_gib']:g} GiB | {budget} | {run['percent']['bucket']:.1f} % "

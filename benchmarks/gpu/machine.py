@@ -101,12 +101,8 @@ class Machine:
 
 def _driver() -> dict[str, Any]:
     fields = (
-        "driver_version",
-        "pcie.link.gen.max",
-        "pcie.link.gen.current",
-        "pcie.link.width.current",
-        "clocks.sm",
-        "clocks.mem",
+        *("driver_version", "pcie.link.gen.max", "pcie.link.gen.current"),
+        *("pcie.link.width.current", "clocks.sm", "clocks.mem"),
     )
     program = shutil.which("nvidia-smi")
     if program is None:
