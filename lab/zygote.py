@@ -151,6 +151,8 @@ def serve(channel: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the watchers leave no zombies
     gc.collect()
     gc.freeze()
+    # vLLM's shutdown would thaw all this and look through it twice, a second for every engine.
+    gc.unfreeze = lambda: None
     while True:
         launch, fds, *_ = socket.recv_fds(channel, MOST_LAUNCH_BYTES, 4)
         if not launch:
@@ -210,5 +212,7 @@ def run(program: list[str]) -> NoReturn:
 
 if __name__ == "__main__":
     importlib.import_module(sys.argv[2])
+    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        importlib.import_module("vllm.v1.worker.cpu_worker")  # which is named, and imported late
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         serve(listening)
