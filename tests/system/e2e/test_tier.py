@@ -39,8 +39,6 @@ PROMPTS = models.prompts(2, 800, seed=80)
 CHUNKS = 6
 HIT = CHUNKS * 128
 EXACT: dict[str, Any] = {"dtype": "float32"}
-
-
 VLLMS = {"host_bytes", "chunk_tokens"}
 """Settings of the connector that are vLLM's here."""
 
@@ -61,7 +59,7 @@ def with_few_rows(s3: S3Server, bucket: str) -> dict[str, Any]:
 class Case(NamedTuple):
     """prompt: its length. hit: tokens of it that a repetition need not compute. cold: whether an
     answer without a hit has the same tokens. runner: arguments of the engines with the tier. build:
-    makes the model of that name in a folder."""
+    makes the model of that name in a folder. answer: its length."""
 
     name: str
     prompt: int = 769
@@ -70,10 +68,11 @@ class Case(NamedTuple):
     cold: bool = True
     runner: dict[str, Any] = {}  # noqa: RUF012
     build: Callable[[Path, str], Path] = model_of
+    answer: int = 40
 
 
 CASES = (
-    Case("tiny", runner=SECOND),
+    Case("tiny", runner=SECOND, answer=8),
     Case("gemma3"),
     Case("qwen3_next", 2_305, 2_304, QWEN3_NEXT.args, cold=False),
     Case("granite4", args=GRANITE4.args, cold=False),
@@ -93,9 +92,9 @@ def test_a_new_process_gives_the_tokens_of_a_local_hit(rig: Rig, case: Case) -> 
     zeroed, whose tokens differ: what is stored matters."""
     model = rig.tiny if case.name == "tiny" else case.build(rig.models_dir, case.name)
     prompts = models.prompts(2, case.prompt, seed=81)
-    asks = [Ask(prompt, max_tokens=40) for prompt in prompts]
+    asks = [Ask(prompt, case.answer) for prompt in prompts]
     args = case.args | {"enable_prefix_caching": True}
-    expected = tokens(rig.reference(model, prompts, max_tokens=40, **args))
+    expected = tokens(rig.reference(model, prompts, max_tokens=case.answer, **args))
     connector = offloading(tier(rig.s3, rig.bucket, integrity="none"), 2**28)
     args |= case.runner
     found = in_every_tier(rig.serve, model, connector, asks, **args)
