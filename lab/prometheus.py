@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from lab.service import free_ports
 
 PROGRAMS = ("prometheus", "promtool")
 _START_S = 60.0
@@ -69,8 +70,7 @@ def prometheus(
     }
     # JSON is YAML.
     (home / "prometheus.yml").write_text(json.dumps(settings))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     command = ["prometheus", f"--config.file={home / 'prometheus.yml'}"]
     command += [f"--storage.tsdb.path={home / 'data'}", f"--web.listen-address={address}"]
     with (home / "prometheus.log").open("wb") as log:

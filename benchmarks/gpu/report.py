@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from benchmarks.deadline import say
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import CHUNK_TOKENS
 
@@ -54,11 +54,11 @@ class Report:
         """Measure and write one part, unless time is up."""
         if monotonic() >= self._end_s:
             self._document["left_out"].append(name)
-            self._tell(f"left out, there is no time: {name}")
+            say(f"left out, there is no time: {name}")
         else:
             begin_s = monotonic()
             self._document["parts"][name] = measure()
-            self._tell(f"{name}: {monotonic() - begin_s:.1f} s")
+            say(f"{name}: {monotonic() - begin_s:.1f} s")
         self._write()
 
     def finish(self) -> dict[str, Any]:
@@ -71,6 +71,3 @@ class Report:
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
             self._out.write_text(json.dumps(self._document, indent=2) + "\n")
-
-    def _tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.deadline import say
 from benchmarks.floor import Server
 from benchmarks.peers.contenders import Contender
 from benchmarks.peers.proof import faults, hit_percent
@@ -83,7 +83,7 @@ class Bench:
                 if contender.name == "s3kv":
                     self._server.read(f"{run}/s3kv", self._work.size.chunks_per_prompt)
             except EngineFailed as error:
-                print(error, file=sys.stderr)
+                say(str(error))
             finally:
                 contender.forget()
         self._rounds += 1
@@ -111,7 +111,7 @@ class Bench:
                     fault = str(error).splitlines()[0]
                     self._passes(case, contender.name, state).faults.append(fault)
                 raise
-        print(f"{contender.name}: {time.monotonic() - start_s:.0f} s", file=sys.stderr)
+        say(f"{contender.name}: {time.monotonic() - start_s:.0f} s")
 
     def _engine(
         self, contender: Contender, cases: Sequence[Case], state: str, right: Answers
@@ -164,7 +164,7 @@ class Bench:
         )
         passes.seconds += [answer.seconds for answer in answers]
         times = " ".join(f"{answer.seconds:.2f}" for answer in answers)
-        print(f"{name} {case.name} {state}: {times} s", file=sys.stderr, flush=True)
+        say(f"{name} {case.name} {state}: {times} s")
         return answers
 
     def _passes(self, case: Case, name: str, state: str) -> Passes:

@@ -185,10 +185,9 @@ class Engine:
             if request.loading:
                 continue
             if not request.pages:
-                answered = self._ask(request)
-                if not answered:
+                external_tokens = self._ask(request)
+                if external_tokens is None:
                     continue
-                external_tokens = answered[0]
                 if not self._place(request, external_tokens):
                     return
                 if external_tokens:
@@ -210,7 +209,7 @@ class Engine:
             self.seen.computed_tokens += tokens
         return tokens
 
-    def _ask(self, request: Request) -> tuple[int] | None:
+    def _ask(self, request: Request) -> int | None:
         """None: ask again in the next step. Otherwise the tokens that can be loaded."""
         now_s = self._timeline.now_s
         request.local_tokens = len(self._local_hit(request.arrival)) * CHUNK_TOKENS
@@ -222,7 +221,7 @@ class Engine:
         if request.waits_since_s is not None:
             request.waited_s += now_s - request.waits_since_s
             request.waits_since_s = None
-        return (answer.tokens,)
+        return answer.tokens
 
     def _place(self, request: Request, external_tokens: int) -> bool:
         """Memory for the prompt and the answer at once, so that nobody is ever preempted."""
@@ -234,18 +233,14 @@ class Engine:
         request.pages = pages
         request.filled = request.local_tokens // CHUNK_TOKENS
         request.computed = request.local_tokens + external_tokens
-        self._see(request)
+        self.seen.waited_s.append(request.waited_s)
+        self.seen.gpu_tokens += request.local_tokens
         if external_tokens:
             request.loading = True
             self._loading[request.request_id] = request
             self.seen.disk_tokens += self._disk_tokens(request, external_tokens)
             self.planner.admitted(request.request_id, (request.block_ids,), external_tokens)
         return True
-
-    def _see(self, request: Request) -> None:
-        seen = self.seen
-        seen.waited_s.append(request.waited_s)
-        seen.gpu_tokens += request.local_tokens
 
     def _disk_tokens(self, request: Request, external_tokens: int) -> int:
         """Of the tokens that were fetched for the request, those from the disk."""
