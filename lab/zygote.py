@@ -25,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from lab import entry
 
@@ -86,11 +86,13 @@ class Zygotes:
         log: IO[bytes],
         program: Sequence[str] = (),
         imports: str = "lab.child",
+        *,
+        piped: bool = False,
     ) -> ForkedProcess:
         """Start an engine's process, `lab.entry`, whose stderr is `log`.
 
-        program: instead of it, a module and its arguments, whose stdout is `log`, too; what it
-        spawns is forked. imports: the module that the zygote has imported.
+        program: instead of it, a module and its arguments, whose stdout is `log`, too, unless it is
+        `piped`; what it spawns is forked. imports: the module that the zygote has imported.
         """
         seen = {name: value for name, value in env.items() if not name.startswith(_LATE)}
         key = (python, imports, json.dumps(seen, sort_keys=True))
@@ -100,7 +102,12 @@ class Zygotes:
                 self._zygotes.pop(next(iter(self._zygotes))).close()
             zygote = Zygote(python, seen, imports)
         self._zygotes[key] = zygote  # last, as the one used last
-        return zygote.launch(env, log, program)
+        return zygote.launch(env, log, program, piped=piped or not program)
+
+    def popen(self, command: Sequence[str], *, stderr: IO[bytes], **options: Any) -> ForkedProcess:
+        """`subprocess.Popen` of ``python -m MODULE`` with pipes, in a session of its own."""
+        python, _, *program = command
+        return self.launch(python, os.environ, stderr, program, piped=True)
 
     def close(self) -> None:
         """End the zygotes. Their engines go on."""
@@ -126,16 +133,16 @@ class Zygote:
             )
 
     def launch(
-        self, env: Mapping[str, str], log: IO[bytes], program: Sequence[str]
+        self, env: Mapping[str, str], log: IO[bytes], program: Sequence[str], *, piped: bool
     ) -> ForkedProcess:
         """Fork a process; returns when there is one."""
         stdin, stdout, status = os.pipe(), os.pipe(), os.pipe()
-        passed = [stdin[0], stdout[1], log.fileno(), status[1]]
+        passed = [stdin[0], stdout[1] if piped else log.fileno(), log.fileno(), status[1]]
         socket.send_fds(self._channel, [json.dumps([dict(env), [*program]]).encode()], passed)
         for fd in (stdin[0], stdout[1], status[1]):
             os.close(fd)
         input, output = os.fdopen(stdin[1], "wb"), os.fdopen(stdout[0], "rb")
-        if program:
+        if not piped:
             input.close()
             output.close()
         return ForkedProcess(input, output, status[0])
@@ -193,7 +200,6 @@ def watch(
 
 def run(program: list[str]) -> NoReturn:
     """As `python -m` does."""
-    os.dup2(2, 1)
     # vLLM spawns its engine, which would import everything again. The fork leaves its parent's
     # loop the signals that are its parent's.
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
