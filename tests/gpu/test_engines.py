@@ -24,8 +24,7 @@ PATH = os.environ.get("PYTHONPATH", str(ROOT))
 
 def installed(site: Path) -> Path:
     """A folder in which vLLM finds the plugin of s3kv, which may not be installed as a package."""
-    folder = site / "s3kv-0.dist-info"
-    folder.mkdir(parents=True)
+    (folder := site / "s3kv-0.dist-info").mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: s3kv\nVersion: 0\n")
     (folder / "entry_points.txt").write_text("[vllm.general_plugins]\ns3kv = vllm_s3kv:register\n")
     return site
@@ -45,8 +44,7 @@ def proven(folder: Path, connector: str) -> None:
         command += ["--prompts", "4", "--longest", "1500", "--arms", "host,restart"]
         command += ["--connector", connector, "--json", str(folder / "report.json")]
         command += ["--bucket", "benchmark", "--endpoint-url", server.url, "--region", "us-east-1"]
-        done = subprocess.run(command, cwd=ROOT, env=env, check=False)
-    assert done.returncode == 0
+        assert subprocess.run(command, cwd=ROOT, env=env, check=False).returncode == 0
     report = json.loads((folder / "report.json").read_text())
     assert report["verdict"].startswith("PROVEN: 4 answers are the same as host, restart served")
 
