@@ -124,7 +124,7 @@ SECOND: tuple[Stage, ...] = (
 
 THIRD: tuple[Stage, ...] = (
     *(
-        (_engine("connector", "fatter", "2", 110, LINK_MB_S, setting),)
+        (_engine("connector", "fatter", "2", 120, LINK_MB_S, setting),)
         for setting in ("compress=off", "compress=on", "encryption=aes-gcm")
     ),
     (
@@ -132,7 +132,7 @@ THIRD: tuple[Stage, ...] = (
             "pages",
             ("-m", "benchmarks.pages", "8", "3", "gpu"),
             rehearsal=("-m", "benchmarks.pages", "0.0625", "1"),
-            timeout_s=170,
+            timeout_s=140,
             stdout="gpu-pages.json",
         ),
     ),
