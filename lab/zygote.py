@@ -219,6 +219,6 @@ def run(program: list[str]) -> NoReturn:
 if __name__ == "__main__":
     importlib.import_module(sys.argv[2])
     if importlib.import_module("vllm.platforms").current_platform.is_cpu():
-        importlib.import_module("vllm.v1.worker.cpu_worker")  # which is named, and imported late
+        importlib.import_module("vllm.v1.worker.cpu_worker")  # vLLM imports it by name, and late
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         serve(listening)

@@ -10,7 +10,7 @@ MOST_S = 540
 UNPACK_S = 40
 
 ENGINE = "scripts.gpu.engine"
-LINK_MB_S = 1_000.0
+LINK_MB_S = "1000"
 """Rate of the link at which compression has to pay."""
 Stage = tuple[Part, ...]
 """Parts that run at once."""
@@ -35,22 +35,12 @@ _PYTEST = ("-c", "tests/gpu/bare.ini", "--rootdir", ".")
 _WHERE = ("tests/gpu", "tests/unit/device")
 
 
-def _engine(
-    front: str,
-    model: str,
-    runner: str,
-    timeout_s: float,
-    link: float | None = None,
-    setting: str | None = None,
-    *,
-    compiled: bool = False,
-) -> Part:
-    which = ["--front", front, "--model", model, "--runner", runner]
-    which += ["--link", f"{link:g}"] if link is not None else []
-    which += ["--set", setting] if setting is not None else []
-    which += ["--compile"] if compiled else []
+def _engine(front: str, model: str, runner: str, timeout_s: float, *options: str) -> Part:
+    """options: more of the program's, which are in the name as they are in the result's."""
+    which = ("--front", front, "--model", model, "--runner", runner, *options)
     program = ("-m", ENGINE, *which, "--out", "{out}")
-    name = name_of(front, model, runner, link, setting, compiled=compiled)
+    more = (option.removeprefix("--") for option in options if option not in ("--link", "--set"))
+    name = name_of(front, model, runner, *more)
     return Part(
         name.removeprefix("gpu-").replace("-", " "),
         program,
@@ -69,10 +59,10 @@ def _with_engines(name: str, timeout_s: float) -> Part:
 
 
 _ENGINES = (
-    *(_engine(front, "tiny", "2", 200, compiled=True) for front in ("tier", "connector")),
+    *(_engine(front, "tiny", "2", 200, "--compile") for front in ("tier", "connector")),
     *(_engine(front, "tiny", "1", 200) for front in ("tier", "connector")),
-    *(_engine("tier", model, "2", 200) for model in ("latent", "gpt_oss", "granite4")),
-    *(_engine("connector", model, "2", 200) for model in ("latent", "gpt_oss", "granite4", "lfm2")),
+    *(_engine("tier", model, "2", 200) for model in ("latent", "gpt-oss", "granite4")),
+    *(_engine("connector", model, "2", 200) for model in ("latent", "gpt-oss", "granite4", "lfm2")),
 )
 _WITH_ENGINES = ("proof_tier", "proof_connector", "pictures")
 _ALONE = " and ".join(f"not {name}" for name in ("memcheck", *_WITH_ENGINES))
@@ -124,7 +114,7 @@ SECOND: tuple[Stage, ...] = (
 
 THIRD: tuple[Stage, ...] = (
     *(
-        (_engine("connector", "fatter", "2", 120, LINK_MB_S, setting),)
+        (_engine("connector", "fatter", "2", 120, "--link", LINK_MB_S, "--set", setting),)
         for setting in ("compress=off", "compress=on", "encryption=aes-gcm")
     ),
     (

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shaped import FAST, Shape, shaped
-from lab import families, latent, models
+from lab import families, latent, models, s3
 from lab.constants import split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Answer, Engine
 from lab.offloading import offloading
@@ -78,7 +78,9 @@ WORKS = {
     "windowed": replace(_TINY, preset=models.WINDOWED),
     "latent": replace(_FAMILY, family=latent.build),
     **{
-        family.name: replace(_FAMILY, family=partial(families.build, family=family))
+        family.name.replace("_", "-"): replace(
+            _FAMILY, family=partial(families.build, family=family)
+        )
         for family in (families.GPT_OSS, families.LFM2, families.GRANITE4)
     },
     "fatter": Work(models.FATTER, 4, 7936, 256, 12 * 2**30, 12 * 2**30),
@@ -104,12 +106,7 @@ ON_CUDA: dict[str, Any] = {
     },
 }
 COMPILED: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "benchmark",
-    "AWS_SECRET_ACCESS_KEY": "benchmark",
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "S3KV_ENCRYPTION_KEYS": "5e" * 32,
-}
+CREDENTIALS = s3.environment("benchmark", "benchmark") | {"S3KV_ENCRYPTION_KEYS": "5e" * 32}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,23 +144,14 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def _name(options: argparse.Namespace) -> str:
-    which = (options.front, options.model, options.runner, options.link, options.set)
-    return name_of(*which, compiled=options.compile)
+    rate = f"{options.link:g}" if options.link else None
+    more = filter(None, (rate, options.set, "compile" if options.compile else None))
+    return name_of(options.front, options.model, options.runner, *more)
 
 
-def name_of(
-    front: str,
-    model: str,
-    runner: str,
-    link: float | None = None,
-    setting: str | None = None,
-    *,
-    compiled: bool = False,
-) -> str:
-    """Of the result, without a suffix."""
-    more = (f"{link:g}" if link else "", (setting or "").replace("=", "-"))
-    words = ("gpu", front, model.replace("_", "-"), "runner", runner, *filter(None, more))
-    return "-".join((*words, *(["compiled"] if compiled else [])))
+def name_of(front: str, model: str, runner: str, *more: str) -> str:
+    """Of the result, without a suffix. more: the rate of the link, the setting, "compile"."""
+    return "-".join(("gpu", front, model, "runner", runner, *more)).replace("=", "-")
 
 
 def _shape(link: float | None) -> Shape:
@@ -315,11 +303,7 @@ def compared(answers: dict[str, list[Answer]], work: Work) -> dict[str, Any]:
     """The answers of the tiers that have been asked. equal: None until all have been, unless one
     is wrong already.
     """
-    right = [
-        same(answers["engine"], answers[tier]) and hit(answers[tier], work)
-        for tier in TIERS[2:]
-        if tier in answers
-    ]
+    right = [same(answers["engine"], answers[tier]) for tier in TIERS[2:] if tier in answers]
     return {
         "equal": all(right) if len(right) == 2 or not all(right) else None,
         "prompts": work.prompts,
@@ -335,14 +319,11 @@ def well(found: dict[str, Any]) -> bool:
     return bool(found["equal"]) and not any(found["left"]) and not found["broken"]
 
 
-def same(one: Sequence[Answer], other: Sequence[Answer]) -> bool:
-    return [a.tokens for a in one] == [a.tokens for a in other]
-
-
-def hit(answers: Sequence[Answer], work: Work) -> bool:
-    """Whether all are hits of the full length; of a family, of any, which vLLM's own hits share."""
-    hits = {answer.cached_tokens or 0 for answer in answers}
-    return all(hits) if work.family is not None else hits == {work.hit_tokens}
+def same(own: Sequence[Answer], other: Sequence[Answer]) -> bool:
+    """Whether both are hits of the same lengths, with the same tokens. own: hits in vLLM's own
+    cache."""
+    one, two = ([(a.cached_tokens, a.tokens) for a in answers] for answers in (own, other))
+    return one == two and all(answer.cached_tokens for answer in own)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lab import models, vision
 from lab.engine import ENVIRONMENT, ROOT, Ask, Engine
 from scripts.gpu.engine import ON_CUDA, environment
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 PATH = os.environ.get("PYTHONPATH", str(ROOT))
 
 

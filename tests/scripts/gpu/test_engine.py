@@ -18,11 +18,11 @@ def answer(cached_tokens: int) -> Answer:
 
 
 def test_other_tokens_and_shorter_hits_are_noticed() -> None:
-    whole = answer(WORK.hit_tokens)
+    whole, none = answer(WORK.hit_tokens), answer(0)
     assert engine.same([whole], [whole])
     assert not engine.same([whole], [Answer([1, 3], WORK.hit_tokens, 0.1, 0.2, "length")])
-    assert engine.hit([whole], WORK)
-    assert not engine.hit([whole, answer(WORK.hit_tokens - 1)], WORK)
+    assert not engine.same([whole, whole], [whole, answer(WORK.hit_tokens - 1)])
+    assert not engine.same([none], [none])
     good: dict[str, object] = {"equal": True, "left": [{}, {}], "broken": []}
     assert engine.well(good)
     for worse in (
