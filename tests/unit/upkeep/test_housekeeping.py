@@ -24,6 +24,7 @@ from s3kv.upkeep.registration import Registration
 from tests.system.sim.loop import VirtualLoop
 from tests.unit.io import rig
 from tests.unit.upkeep.test_refreshing import counted
+from tests.waiting import until
 
 EPOCH_S = 1e9
 MIN_AGE_S = 60.0
@@ -96,8 +97,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
     caplog.set_level(logging.INFO, "s3kv.io")
     async with rig.serving(store, max_attempts=1):
         await store.written.wait()
-        while f"namespace {rig.NAMESPACE.root} is new" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: f"namespace {rig.NAMESPACE.root} is new" in caplog.text)
     assert store._objects[rig.NAMESPACE.manifest][0] == b'{"model":"m"}'
 
 
@@ -164,8 +164,7 @@ async def test_a_process_warns_of_a_bucket_without_a_bound(
     store = MemoryStore(lambda: EPOCH_S)
     store.traffic.sent_bytes = 2**30
     async with rig.serving(store, **settings):
-        while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
-            await asyncio.sleep(0.002)
+        await until(lambda: not warns or "no bound" in caplog.text)
         for _ in range(50):
             await asyncio.sleep(0.001)
     assert caplog.text.count("no bound") == warns

@@ -10,6 +10,7 @@ import pytest
 from s3kv.errors import StoreUnavailable
 from s3kv.io.sources.hedging import Arrival, Claim, Lateness, Unanswered, hedged
 from s3kv.place import Place
+from tests.waiting import until
 
 Play = Callable[[Claim], Awaitable[int]]
 
@@ -224,8 +225,7 @@ async def test_the_loser_ends_before_the_body_of_the_winner() -> None:
     requests = Requests(silent, winner)
     task = asyncio.create_task(run(requests))
     async with asyncio.timeout(30):
-        while requests.sent < 2 or requests.running == 2:  # noqa: ASYNC110 - no event to wait for
-            await asyncio.sleep(0.001)
+        await until(lambda: requests.sent >= 2 and requests.running != 2)
     may_end.set()
     assert await task == (8, True)
 
@@ -247,8 +247,7 @@ async def test_heads_that_arrive_in_the_same_breath() -> None:
         return await silent(claim)
 
     task = asyncio.create_task(run(Requests(wait, wait)))
-    while len(claims) < 2:  # noqa: ASYNC110 - nobody could set an event
-        await asyncio.sleep(0.001)
+    await until(lambda: len(claims) == 2)
     assert [claims[1](), claims[0](), claims[1]()] == [True, False, True]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -308,8 +307,7 @@ async def test_the_winner_failing_is_not_rescued_by_who_was_sent_away() -> None:
 async def test_cancelling_ends_both() -> None:
     requests = Requests(silent, silent)
     task = asyncio.create_task(run(requests))
-    while requests.sent < 2:  # noqa: ASYNC110 - nobody could set an event
-        await asyncio.sleep(0.001)
+    await until(lambda: requests.sent == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -21,6 +21,7 @@ from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.threads import ThreadedPool
 from s3kv.stores.http.watch import Patience
 from tests import servers
+from tests.waiting import until
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 GET = Request("GET", "/k", {"Host": "test"})
@@ -188,8 +189,7 @@ async def test_a_head_without_its_body_is_acknowledged_at_once() -> None:
         for _ in range(3):
             body.clear()
             asking = asyncio.create_task(pool.request(GET))
-            while not any(c._exchange is not None and c._exchange.begun for c in pool._open):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: any(c._exchange and c._exchange.begun for c in pool._open))
             (connection,) = pool._open
             assert connection._transport is not None
             raw = connection._transport.get_extra_info("socket")
@@ -313,8 +313,7 @@ async def test_cancelled_get_writes_no_more() -> None:
     async with pool_on(stutter) as pool:
         buffer = memoryview(bytearray(b"\xee" * 2 * half))
         task = asyncio.create_task(pool.request(get(buffer)))
-        while buffer[half - 1000] == 0xEE:  # noqa: ASYNC110 - nobody could set an event
-            await asyncio.sleep(0.001)
+        await until(lambda: buffer[half - 1000] != 0xEE)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
