@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -232,8 +232,7 @@ class Child:
 
 
 def function_named(target: str) -> Callable[..., Any]:
-    module, _, function = target.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    found: Callable[..., Any] = pkgutil.resolve_name(target)
     return found
 
 

@@ -97,8 +97,7 @@ Prefix = Annotated[
     ),
 ]
 Region = Annotated[
-    str,
-    Meta(pattern=r"^\S+\Z", extra={"allowed": "the name of a region, such as 'eu-west-1'"}),
+    str, Meta(pattern=r"^\S+\Z", extra={"allowed": "the name of a region, such as 'eu-west-1'"})
 ]
 Url = Annotated[
     str,

@@ -220,8 +220,7 @@ KV_METRICS: Mapping[str, Metric] = {
     "hit_tokens_bucket": Metric("Prompt tokens served from the bucket."),
     "hit_tokens_host": Metric("Prompt tokens served from host memory."),
     "prefill_tokens_per_s": Metric(
-        "Prompt tokens the engine computes per second; assumed until it has been measured.",
-        "gauge",
+        "Prompt tokens the engine computes per second; assumed until it has been measured.", "gauge"
     ),
     **_fetches("Chunks", ", per rank"),
     "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of computing."),
@@ -305,8 +304,7 @@ EC_METRICS: Mapping[str, Metric] = {
     "save_ok": Metric("Items copied to host memory."),
     "save_bytes": Metric("Bytes copied from the device to host memory."),
     "save_seconds": _seconds(
-        "Time from the order to copy an item to host memory until it was there.",
-        _COPY_S,
+        "Time from the order to copy an item to host memory until it was there.", _COPY_S
     ),
     **_uploads(""),
     "uploads_again": Metric("Uploads ordered again because the bucket had lost an item in use."),

@@ -174,21 +174,19 @@ class Verifier:
         if refusal == "algorithm":
             digest = address.namespace.digest
             self.found.unjudged[digest] = self.found.unjudged.get(digest, 0) + 1
-            return
-        if refusal == "codec":
+        elif refusal == "codec":
             self.found.undecoded += 1
-            return
-        if refusal == "gone":
+        elif refusal == "gone":
             self.found.gone += 1
-            return
-        self.found.checked += 1
-        self.found.nbytes += info.nbytes
-        if refusal is not None:
-            deleted = self.delete and await listing.tried(
-                lambda: self.store.delete(info.key, if_etag=info.etag)
-            )
-            self.found.damaged.append(Damage(info.key, refusal, deleted))
-        self.on_object(self.found.checked)
+        else:
+            self.found.checked += 1
+            self.found.nbytes += info.nbytes
+            if refusal is not None:
+                deleted = self.delete and await listing.tried(
+                    lambda: self.store.delete(info.key, if_etag=info.etag)
+                )
+                self.found.damaged.append(Damage(info.key, refusal, deleted))
+            self.on_object(self.found.checked)
 
     async def _refusal(
         self, address: ChunkAddress, info: ObjectInfo

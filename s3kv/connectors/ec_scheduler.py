@@ -8,10 +8,12 @@ no token, and there may be only such steps while a request waits for an image.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from s3kv.config import Config
 from s3kv.connectors.ec_translate import ItemWorkerReport, item_dtype, wanted, worker_rendezvous
@@ -57,6 +59,7 @@ _ENCODE_ROWS_PER_S = 4_000.0
 _LINGER_S = 0.001
 _POLL_AFTER_S = 1.0
 """Longest time between two polls of an idle I/O process."""
+_SIDES: WeakSet[ECSchedulerSide] = WeakSet()
 
 
 @dataclass(slots=True)
@@ -69,6 +72,13 @@ class _MediaRequest:
     limits: RequestLimits
     computed_tokens: int = -1
     settled: bool = False
+
+
+def reset_items() -> None:
+    """Make the encoder outputs of all EC connectors in this process unreachable. vLLM reports
+    changed weights to its KV connector alone, which calls this."""
+    for side in [*_SIDES]:
+        side.reset()
 
 
 class ECSchedulerSide(Guarded):
@@ -93,6 +103,8 @@ class ECSchedulerSide(Guarded):
         self._telemetry = Telemetry(EC_METRICS, EC_SHARES, EncoderTraffic())
         self._tier: Tier | None = None
         self._requests: dict[str, _MediaRequest] = {}
+        self._salt = b""
+        """Of the items' hashes since the last reset."""
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
         self._has_polled = False
@@ -101,6 +113,7 @@ class ECSchedulerSide(Guarded):
         if may_load:
             self._start(may_save)
         self.planner = self._make_planner(may_load, may_save)
+        _SIDES.add(self)
 
     def _start(self, may_save: bool) -> None:
         wait = partial(wait_for_bucket, config=self._config)
@@ -144,13 +157,7 @@ class ECSchedulerSide(Guarded):
             world_size=1,
             may_save=may_save,
         )
-        return ECPlanner(
-            ledger,
-            EncodingPace(encode_rows_per_s=_ENCODE_ROWS_PER_S),
-            settings,
-            # Widths that vLLM has measured (on a producer, since 0.32).
-            getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None),
-        )
+        return ECPlanner(ledger, EncodingPace(encode_rows_per_s=_ENCODE_ROWS_PER_S), settings)
 
     def shutdown(self) -> None:
         """Close the I/O process and the slab, which workers keep mapped. Idempotent."""
@@ -196,7 +203,7 @@ class ECSchedulerSide(Guarded):
         if self._adapts_towers and request.lora_request is not None:
             return None
         feature, trusts = request.mm_features[index], self._config.trust_media_names
-        item = wanted(feature, self._digests, trust_media_names=trusts)
+        item = wanted(feature, self._digests, self._salt, trust_media_names=trusts)
         if item is None:
             self.planner.counters["items_untrusted"] += 1
         return item
@@ -259,6 +266,14 @@ class ECSchedulerSide(Guarded):
         self.planner.finished(request.request_id)
         self._order()
         self._telemetry.log(self.planner.ledger, time.monotonic(), finished=True)
+
+    @guarded(default=lambda: None)
+    def reset(self) -> None:
+        """Make all earlier items unreachable. Between two scheduling passes."""
+        self._salt = secrets.token_bytes(32)
+        for known in self._requests.values():
+            known.items = [None] * len(known.items)
+        self.planner.reset()
 
     def stats(self) -> S3ECStats | None:
         io_counters = () if self._tier is None else (self._tier.client.counters,)

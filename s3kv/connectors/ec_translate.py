@@ -19,6 +19,7 @@ from s3kv.io.slab_handover import rendezvous
 from s3kv.messages import ItemPlan, ItemReport
 from s3kv.objects.item_format import GROUP
 from s3kv.planning.items import Wanted
+from s3kv.planning.lookup import salted
 from s3kv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def worker_rendezvous(vllm_config: VllmConfig, tp_rank: int) -> str:
 
 
 def wanted(
-    feature: MultiModalFeatureSpec, digests: MediaDigests, *, trust_media_names: bool
+    feature: MultiModalFeatureSpec, digests: MediaDigests, salt: bytes, *, trust_media_names: bool
 ) -> Wanted | None:
-    """The item of a feature that no adapter changes; None if its content is unknown."""
+    """The item of a feature that no adapter changes, `salted`; None if its content is unknown."""
     if feature.modality == _PASSED_THROUGH:
         return None
     content = None if trust_media_names else digests.of(feature)
@@ -74,7 +75,7 @@ def wanted(
     # The text that json.dumps gives for these four with sorted keys, without its dozen calls.
     item, modality = _quoted(name), _quoted(feature.modality)
     identity = f'{{"adapter":"","item":{item},"modality":{modality},"rows":{rows}}}'
-    key = ChunkKey(GROUP, hashlib.sha256(identity.encode()).digest())
+    key = ChunkKey(GROUP, salted(hashlib.sha256(identity.encode()).digest(), salt))
     return Wanted(feature.identifier, key, rows, feature.modality)
 
 

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from s3kv.config import Config
+from s3kv.connectors.ec_scheduler import reset_items
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
@@ -197,6 +198,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_copies_inflight()
 
     def reset_cache(self) -> bool | None:
+        reset_items()
         return self._scheduler.reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from s3kv.connectors.ec_scheduler import reset_items
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import offload_fingerprint
 from s3kv.connectors.kv_translate import WorkerHandshake
@@ -229,11 +230,15 @@ class S3Tier(Guarded, SecondaryTierManager):
                 self._telemetry.add_seconds({f"{end.kind.value}_seconds": [end.seconds]})
             self.planner.on_end(end, now_s)
 
-    @guarded(default=lambda: None)
     def drain_jobs(self) -> None:
         """Wait until nothing touches the rows: uploads get a few seconds, fetches none. Then the
         I/O process is killed. vLLM calls it before it resets its cache, also because weights have
         changed. So earlier chunks are out of reach afterwards, as after the connector's reset."""
+        reset_items()
+        self._drain_jobs()
+
+    @guarded(default=lambda: None)
+    def _drain_jobs(self) -> None:
         self.planner.reset()
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
@@ -260,7 +265,7 @@ class S3Tier(Guarded, SecondaryTierManager):
     def _chunk(self, key: OffloadKey) -> ChunkKey:
         """vLLM's key: the hash of the chunk's last block, and the number of its group."""
         block_hash, group = key[:-4], int.from_bytes(key[-4:], "big")
-        return ChunkKey(group, salted(block_hash, self._salt) if self._salt else block_hash)
+        return ChunkKey(group, salted(block_hash, self._salt))
 
     def _send(self, jobs: Iterable[BucketJob]) -> None:
         for job in jobs:

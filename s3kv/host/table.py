@@ -266,8 +266,6 @@ class Table:
         for entry in reversed(entries):
             touch(entry.number)
 
-    # ---- accounts
-
     def statistics(self) -> TableStatistics:
         """Counts of units, in O(1)."""
         free, reserved, clean, dirty = self._units

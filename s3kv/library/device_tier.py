@@ -189,10 +189,7 @@ def _page_views(name: str, pool: torch.Tensor) -> dict[str, torch.Tensor]:
     """The pool's bytes as views `[blocks, …, …, …]`, in the order of a block's payload."""
     item = pool.element_size()
     dims = merge(
-        [
-            *(Dim(pool.shape[d], pool.stride(d) * item) for d in range(1, pool.ndim)),
-            Dim(item, 1),
-        ]
+        [*(Dim(pool.shape[d], pool.stride(d) * item) for d in range(1, pool.ndim)), Dim(item, 1)]
     )
     if any(outer.stride_bytes < inner.stride_bytes for outer, inner in pairwise(dims)):
         raise ValueError(

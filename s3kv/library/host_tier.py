@@ -70,8 +70,6 @@ class HostTier:
         self._poll_copies = poll
         self.pump.before_slab(close)
 
-    # --- questions -------------------------------------------------------------------------
-
     def holds(self, key: ChunkKey) -> bool:
         """Whether `key` is in host memory."""
         return self.ledger.state(key) is ChunkState.RESIDENT

@@ -95,10 +95,7 @@ class Pump:
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        on_done: Callable[[JobEnd], None],
-        is_busy: Callable[[], bool],
+        self, tier: Tier, on_done: Callable[[JobEnd], None], is_busy: Callable[[], bool]
     ) -> None:
         self._client = tier.client
         self._slab = tier.slab

@@ -63,29 +63,21 @@ class _ItemRequest:
 
 
 class ECPlanner:
-    """The planner. widths: known widths of the encoder's output, by modality."""
+    """The planner."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        pace: EncodingPace,
-        settings: ECPlannerSettings,
-        widths: dict[str, int] | None = None,
-    ) -> None:
+    def __init__(self, ledger: Ledger, pace: EncodingPace, settings: ECPlannerSettings) -> None:
         self.ledger = ledger
         self.pace = pace
         self.counters = ledger.counters
         self._settings = settings
         most = min(settings.max_item_bytes, ledger.table.largest_bytes)
-        self._sizes = ItemSizes(settings.dtype, settings.width, most, widths)
+        self._sizes = ItemSizes(settings.dtype, settings.width, most)
         self._requests: dict[str, _ItemRequest] = {}
         self._names: dict[str, Counter[Wanted | None]] = {}
         """For each identifier, the items that live requests mean by it, with request counts."""
         self._late: set[int] = set()
         """Fetches that continue although a request has given up its wait for them."""
         self._on_device: set[str] = set()
-        self._was_reset = False
-        """Whether an item believed on the device was placed there anew in this pass."""
         self._promises: dict[str, tuple[Entry, ItemLoad]] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
@@ -227,6 +219,14 @@ class ECPlanner:
             if not self._names[identifier]:
                 del self._names[identifier]
 
+    def reset(self) -> None:
+        """Forget all items: those of live requests are not loaded or saved. Between two passes."""
+        self.ledger.index.forget()
+        self._on_device.clear()
+        for request_id, request in [*self._requests.items()]:
+            self.finished(request_id)
+            self.meet(request_id, ((identifier, None) for identifier, _ in request.named))
+
     # --- a scheduling pass -----------------------------------------------------------------
 
     def promise(self, identifier: str) -> ItemLoad | None:
@@ -249,7 +249,6 @@ class ECPlanner:
         """Note that the engine has made room for the item in its own cache. It loads the item if
         it was promised in this pass, and encodes it otherwise. saves: it may be saved then."""
         identifier = wanted.identifier
-        self._was_reset |= identifier in self._on_device
         self._on_device.add(identifier)
         self._saves.pop(identifier, None)
         request = self._requests.get(request_id)
@@ -277,10 +276,6 @@ class ECPlanner:
 
     def plan(self, freed: Sequence[str]) -> ItemPlan:
         """End the pass. freed: identifiers that the engine has dropped from its own cache."""
-        # Without a reset the engine would have dropped something to make room for it.
-        if self._was_reset and not freed:
-            self._on_device.clear()
-        self._was_reset = False
         self._on_device.difference_update(freed)
         loading = []
         for identifier, (item, _) in self._promises.items():

@@ -6,7 +6,6 @@ items follow the rule for chunks (`deadline`), with encoding in place of computi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from s3kv.objects.item_format import object_bytes, width_of
@@ -33,17 +32,15 @@ class ItemSizes:
     """Lengths of items' objects.
 
     dtype: safetensors name of all items' dtype. width: width of the model's embeddings. most:
-    length of the largest object that fits, in bytes. widths: known widths of the encoder's output,
-    by modality.
+    length of the largest object that fits, in bytes.
     """
 
-    def __init__(
-        self, dtype: str, width: int, most: int, widths: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, dtype: str, width: int, most: int) -> None:
         self._dtype = dtype
         self._width = width
         self._most = most
-        self._widths = dict(widths or {})
+        self._widths: dict[str, int] = {}
+        """Of the encoder's output, by modality, once it is known."""
 
     def room(self, wanted: Wanted) -> int | None:
         """Largest possible length of its object, in bytes; None if it is certainly too long."""

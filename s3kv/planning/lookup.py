@@ -27,8 +27,8 @@ network would idle for engine steps, which may take hundreds of ms."""
 
 
 def salted(block_hash: bytes, salt: bytes) -> bytes:
-    """The hash under which a block is kept after a reset."""
-    return blake2b(block_hash, key=salt, digest_size=32).digest()
+    """The hash under which a block or item is kept. salt: of the last reset; empty: none yet."""
+    return blake2b(block_hash, key=salt, digest_size=32).digest() if salt else block_hash
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ import pytest
 
 from lab.books import check
 from s3kv.config import Config
-from s3kv.connectors.ec_scheduler import ECSchedulerSide
+from s3kv.connectors.ec_scheduler import ECSchedulerSide, reset_items
 from s3kv.connectors.ec_translate import ItemWorkerReport
 from s3kv.host.room import PAGE_BYTES
 from s3kv.host.slab import Slab
@@ -291,6 +291,23 @@ def test_a_request_that_means_two_images_by_one_name_is_promised_neither(
     assert not side.has("cat")
     side.on_finished(one)
     assert side.planner._names == {}
+
+
+def test_no_item_outlives_the_encoder_that_made_it(side: ECSchedulerSide) -> None:
+    """vLLM reports changed weights to the KV connector of the process."""
+    arrive(side, old := request("old", feature()))
+    assert not side.ensure(another := request("s", feature("x" * 64)), 0)
+    assert side.has(HASH)
+    side.plan(output())
+    reset_items()
+    assert side.ensure(another, 0), "it does not wait for what it cannot use"
+    assert len(side.planner.take_cancels()) == 1
+    assert not side.has(HASH)
+    side.allocated(old, 0)
+    assert side.plan(output()).saves == ()
+    side.on_finished(old)
+    arrive(side, request("new", feature()))
+    check(side.planner)
 
 
 def test_the_log_has_a_line_when_the_first_request_has_finished(

@@ -43,7 +43,7 @@ def vllm_config(**changes: Any) -> Any:
         cache_config=everything,
         parallel_config=everything,
         lora_config=None,
-        ec_transfer_config=SimpleNamespace(engine_id="engine", mm_encoder_output_widths={}),
+        ec_transfer_config=SimpleNamespace(engine_id="engine"),
         max_concurrent_batches=2,
     )
 
@@ -106,7 +106,7 @@ def request(name: str, *features: MultiModalFeatureSpec, lora: Any = None) -> An
 
 
 def key(item: MultiModalFeatureSpec, *, trusted: bool = False) -> bytes | None:
-    found = wanted(item, MediaDigests(), trust_media_names=trusted)
+    found = wanted(item, MediaDigests(), b"", trust_media_names=trusted)
     return None if found is None else found.key.block_hash
 
 

@@ -28,12 +28,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with shaped(FAST) as server:
-        yield Config(
-            bucket="test",
-            endpoint_url=server.url,
-            region="us-east-1",
-            host_bytes=2**24,
-        )
+        yield Config(bucket="test", endpoint_url=server.url, region="us-east-1", host_bytes=2**24)
 
 
 def new_pool(device: str) -> torch.Tensor:

@@ -207,7 +207,11 @@ def test_keys_and_values_and_images_together(
     with pictures(ec, **args) as engine:
         warm = engine.generate([long, ask(2)])
         metrics, count = engine.metrics(), counters(engine)
+        assert (count["hits"], count["encoded"], count["fetches"]) == (1, 0, 1)
+        engine.reset_prefix_cache(connector=True)  # weights have changed, in the encoder as well
+        engine.call("vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache")
+        engine.generate([ask(2)])
+        assert (counters(engine)["hits"], counters(engine)["encoded"]) == (1, 1)
     assert warm[1].tokens == right[1].tokens == cold[1].tokens
     assert warm[0].cached_tokens == 384
     assert metrics["vllm:s3kv_hit_tokens_bucket_total"] == 384
-    assert (count["hits"], count["encoded"], count["fetches"]) == (1, 0, 1)

@@ -79,8 +79,7 @@ def test_soak(rig: Rig) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "lives",
-    [pytest.param(3, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.nightly)],
+    "lives", [pytest.param(3, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.nightly)]
 )
 def test_one_life_after_another_on_one_bucket(rig: Rig, lives: int) -> None:
     prompts = models.prompts(3, 700, seed=20)

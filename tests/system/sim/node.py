@@ -99,13 +99,7 @@ class Node:
         around = self._around
         self.decodes = True
         self.ranks = [
-            Rank(
-                self.machine(),
-                shard,
-                self.setup,
-                around.config,
-            )
-            for shard in self.shards()
+            Rank(self.machine(), shard, self.setup, around.config) for shard in self.shards()
         ]
         self.engine = Engine(
             self.setup, ranks=self.ranks, prefixes=around.dictionary, numbers=around.numbers

@@ -24,6 +24,7 @@ from lab.books import check
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import SlowThreads, block, fresh_bucket, hash_of, opening, same
+from tests.waiting import until
 
 SHAPES = {"k": ((16, 512), torch.bfloat16), "v": ((8, 512), torch.float32)}
 """So large that the least host memory there is holds 28 blocks."""
@@ -163,10 +164,8 @@ async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str
 async def nothing_is_held(store: TieredStore) -> None:
     ledger = store._host.ledger
     async with asyncio.timeout(LONGEST_S):
-        while store._tiers._loading:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        while ledger.fetches_inflight or ledger.table.statistics().reserved:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: not store._tiers._loading)
+        await until(lambda: not (ledger.fetches_inflight or ledger.table.statistics().reserved))
         check(ledger)
         held = ledger.table.statistics()
         assert (held.reserved, held.dirty, held.pinned) == (0, 0, 0)

@@ -16,6 +16,7 @@ from s3kv.library.tiered_store import TieredStore
 from s3kv.types import Location
 from tests.servers import BUCKET, KEYS, REGION, boto_client
 from tests.unit.library.stores import SHAPES, block, hash_of, opening, room, same
+from tests.waiting import until
 
 
 def named(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
@@ -60,8 +61,7 @@ async def test_prefetched_blocks_arrive_without_being_asked_for(config: Config) 
     async with opening(config) as store:
         assert store.prefetch([key for key, _ in blocks]) == len(blocks)
         async with asyncio.timeout(20):
-            while not all(store.where(key).host for key, _ in blocks):  # noqa: ASYNC110 no event is public
-                await asyncio.sleep(0.005)
+            await until(lambda: all(store.where(key).host for key, _ in blocks))
 
 
 async def test_wrong_tensors_are_refused(config: Config) -> None:
@@ -178,8 +178,7 @@ async def test_what_may_have_been_deleted_is_not_said_to_be_in_the_bucket(
     assert await store.flush() == ()
     objects.delete()
     async with asyncio.timeout(60):
-        while any(store.where(hash_of(number)).bucket for number in numbers):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: not any(store.where(hash_of(number)).bucket for number in numbers))
     assert store.where(KEY).bucket is None
     for number in numbers:
         assert await store.put(hash_of(number), block(number))

@@ -33,12 +33,7 @@ class Desk:
     """`bucket` holds keys. Orders wait in `orders` until `answer`."""
 
     def __init__(
-        self,
-        *,
-        slab_bytes: int = 4 * MIB,
-        widths: Any = None,
-        has_disk: bool = False,
-        **settings: Any,
+        self, *, slab_bytes: int = 4 * MIB, has_disk: bool = False, **settings: Any
     ) -> None:
         defaults: dict[str, Any] = {
             "dtype": "BF16",
@@ -60,7 +55,6 @@ class Desk:
             ledger,
             EncodingPace(encode_rows_per_s=100.0),
             ECPlannerSettings(**(defaults | settings)),
-            widths,
         )
         self.bucket: set[ChunkKey] = set()
         self.orders: list[tuple[BucketJob, int]] = []

@@ -66,16 +66,6 @@ def test_what_the_engine_holds_is_not_asked_for() -> None:
     assert not desk.ensure("t", A), "the engine has dropped it"
 
 
-def test_an_engine_that_has_reset_its_cache_holds_nothing() -> None:
-    """vLLM resets it before it sleeps, and tells no EC connector."""
-    desk = Desk()
-    desk.schedule("r", A)
-    desk.schedule("r", B)
-    assert desk.ensure("s", A, B), "the engine holds them, as far as is known"
-    desk.schedule("s", A)
-    assert not desk.ensure("t", B)
-
-
 def two_names() -> tuple[Wanted, Wanted]:
     """One image that a client sends under two names."""
     first = wanted("a")
@@ -190,9 +180,6 @@ def test_room_is_for_the_widest_until_the_first_item_has_told() -> None:
     assert held.nbytes == nbytes(A), "what it did not need is free again"
     desk.ensure("r", A, B)
     assert desk.orders[0][0].item.nbytes == nbytes(B)
-    known = Desk(widths={"image": 3 * WIDTH})
-    known.ensure("r", A)
-    assert known.orders[0][0].item.nbytes == object_bytes("BF16", A.rows, 3 * WIDTH)
 
 
 def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from hashlib import sha256
 
 import pytest
 
@@ -17,7 +18,7 @@ from s3kv.host.room import PAGE_BYTES
 from s3kv.messages import ItemLoad, ItemReport
 from s3kv.objects.item_format import object_bytes
 from s3kv.planning.items import Wanted
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.ec_desk import MIB, WIDTH, Desk, wanted
 
 STEPS_INFLIGHT = 2
@@ -51,6 +52,19 @@ class Engine:
             victim = self.draw.choice(list(self.waiting))
             del self.waiting[victim]
             self.desk.planner.finished(victim)
+        if self.draw.random() < 0.01:
+            self._reset()
+
+    def _reset(self) -> None:
+        """The encoder has changed, after all steps: nothing that the old one made is loaded."""
+        while self.steps:
+            self._run(self.steps.popleft())
+        self.desk.planner.reset()
+        self.cache.clear()
+        self.waiting = {name: [] for name in self.waiting}
+        self.items = [
+            i._replace(key=ChunkKey(0, sha256(i.key.block_hash).digest())) for i in self.items
+        ]
 
     def _answers(self) -> None:
         orders = self.desk.orders

@@ -27,11 +27,11 @@ def test_the_first_item_of_a_modality_tells_the_width_of_the_others() -> None:
 
 
 def test_what_is_certainly_too_long_gets_no_room() -> None:
-    most = nbytes(10, WIDTH)
-    sizes = ItemSizes("BF16", WIDTH, most)
-    assert sizes.room(wanted()) == most, "it may be narrow enough"
+    sizes = ItemSizes("BF16", WIDTH, nbytes(10, WIDTH))
+    assert sizes.room(wanted()) == nbytes(10, WIDTH), "it may be narrow enough"
     assert sizes.room(wanted(rows=11)) is None
-    assert ItemSizes("BF16", WIDTH, most, {"image": 2 * WIDTH}).room(wanted()) is None
+    sizes.arrived(wanted(), nbytes(10, 2 * WIDTH))
+    assert sizes.room(wanted()) is None
 
 
 def test_the_first_measured_encoding_replaces_the_assumed_speed() -> None:

@@ -413,9 +413,7 @@ async def test_a_thread_that_fails_fails_the_reception(pool: ThreadPoolExecutor)
     assert not any(decoder.counters.values())
 
 
-async def test_the_header_of_the_plain_object_is_written_if_asked(
-    pool: ThreadPoolExecutor,
-) -> None:
+async def test_the_header_of_the_plain_object_is_written_if_asked(pool: ThreadPoolExecutor) -> None:
     job = job_of()
     assert await receive(Reception(decoder_of(pool, seals=True), job), STORED, 3) is None
     assert bytes(job.place) == PLAIN
