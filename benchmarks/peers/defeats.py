@@ -16,8 +16,7 @@ _COMPUTED = (
 )
 _UNVERIFIED = "verifies nothing: s3kv's digests take 0.2 to 0.8 ms for 8 MiB"
 _BESIDE = (
-    "compressing or writing the disk's files takes processor time; "
-    "plain s3kv differs by less than the rounds do"
+    "compressing or writing the disk's files takes processor time; not explained for plain s3kv"
 )
 REASONS: dict[tuple[str, str, str], str] = {
     ("offloading-fs", "cold", "time"): _FILES,

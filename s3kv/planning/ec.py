@@ -63,7 +63,7 @@ class _ItemRequest:
 
 
 class ECPlanner:
-    """The planner."""
+    """Planner of one engine's encoder outputs."""
 
     def __init__(self, ledger: Ledger, pace: EncodingPace, settings: ECPlannerSettings) -> None:
         self.ledger = ledger
@@ -220,7 +220,7 @@ class ECPlanner:
                 del self._names[identifier]
 
     def reset(self) -> None:
-        """Forget all items: those of live requests are not loaded or saved. Between two passes."""
+        """Forget all items, between two passes. Live requests get none; later ones, other keys."""
         self.ledger.index.forget()
         self._on_device.clear()
         for request_id, request in [*self._requests.items()]:

@@ -311,8 +311,10 @@ def test_a_reset_ends_what_is_under_way_and_drops_what_has_not_begun(start: Star
         engine.step()
         engine.store(dict.fromkeys(stored := keys(3), 3))
         assert manager.lookup(*keys(1), context) is PENDING
-        with patch("s3kv.connectors.offload_tier._SETTLE_S", engine.TIMEOUT_S):
+        tier = "s3kv.connectors.offload_tier"
+        with patch(f"{tier}._SETTLE_S", engine.TIMEOUT_S), patch(f"{tier}.reset_items") as items:
             engine.reset()
+        items.assert_called_once_with()
         engine.step()
     assert (load.call_count, drain.call_count, manager.has_pending_work()) == (1, 1, False)
     assert manager.primary_tier._num_allocated_chunks == 0
