@@ -55,6 +55,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "s3kv.planning.kv:KVPlannerSettings.recompute_gate",
         "s3kv.planning.offload:OffloadPlanner.recompute_gate",
     ),
+    "stall_s": ("s3kv.io.server.process:STALL_S",),
     "start_timeout_s": ("s3kv.io.tier:START_TIMEOUT_S", "s3kv.io.wire:START_TIMEOUT_S"),
 }
 """Constants by name: attributes of modules, or arguments of classes that have a default."""

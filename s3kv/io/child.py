@@ -57,7 +57,13 @@ class Child:
         finally:
             theirs.close()
         assert self._process.stdout is not None
-        self._log = LogPipe(self._process.stdout, self._process.pid)
+        try:
+            self._log = LogPipe(self._process.stdout, self._process.pid)
+        except RuntimeError as error:  # the system refuses a thread
+            self._sock.close()
+            with self._process:
+                self._process.kill()
+            raise OSError(str(error)) from error
         if processors is not None:
             # A dead process is reported elsewhere.
             with contextlib.suppress(ProcessLookupError):

@@ -35,7 +35,7 @@ from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child
 from s3kv.io.outstanding import OutstandingJobs
-from s3kv.io.process_life import Heartbeat, ProcessLife, State
+from s3kv.io.process_life import CHECK_S, Heartbeat, ProcessLife, State
 from s3kv.messages import BucketJob, JobEnd
 from s3kv.types import Tally
 
@@ -161,7 +161,10 @@ class IoClient:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return
-            self._receive(child, left_s)
+            is_dead = child.is_dead()  # before, or its last messages would be lost
+            self._receive(child, min(left_s, CHECK_S))
+            if is_dead:
+                self.life.failed("", self._clock())
         while self.life.state is State.DYING and time.monotonic() < deadline_s:
             self._bury()
             time.sleep(0.001)

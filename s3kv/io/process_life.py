@@ -16,7 +16,7 @@ from s3kv.states import IdentityEnum, Transitions
 
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 30.0
-_CHECK_S = 1.0
+CHECK_S = 1.0
 _SILENCE_MAX_S = 30.0
 """Time after which an unanswered ping means that the process hangs; its loop never blocks."""
 
@@ -112,11 +112,11 @@ class Heartbeat:
 
     def is_idle(self, now_s: float) -> bool:
         """Whether no answer is under way and no check is due."""
-        return self._pinged_s == math.inf and now_s - self._checked_s < _CHECK_S
+        return self._pinged_s == math.inf and now_s - self._checked_s < CHECK_S
 
     def check(self, now_s: float) -> Literal["ping", "waits", "hangs"] | None:
         """The check that is due, or None. The caller sends the ping."""
-        if now_s - self._checked_s < _CHECK_S:
+        if now_s - self._checked_s < CHECK_S:
             return None
         self._checked_s = now_s
         if now_s - self._pinged_s > _SILENCE_MAX_S:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import random
@@ -35,7 +36,10 @@ from s3kv.stores.store import ObjectStore
 
 _log = logging.getLogger("s3kv.io")
 
-_PARENT_CHECK_S = 1.0
+_CHECK_S = 1.0
+STALL_S = 25.0
+"""Time after which the stacks of all threads are logged if the bucket has not been tried, or if the
+loop has stood still. A little later the worker gives the process up."""
 _CLOSE_TIMEOUT_S = 1.0
 _RECEIVE_BYTES = 2**16
 
@@ -56,7 +60,7 @@ async def serve(
     """
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     outbox = _MessageWriter(writer)
-    watching = asyncio.get_running_loop().create_task(_watch_parent(parent_pid, reader.feed_eof))
+    watching = asyncio.get_running_loop().create_task(_watch(parent_pid, outbox, reader.feed_eof))
     try:
         await _converse(reader, outbox, slab, make_store, rng or random.Random())
     finally:
@@ -136,9 +140,11 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:
 
 
 class _MessageWriter:
-    """Writer of messages to the worker: one write for all messages of one turn of the loop."""
+    """Writer of messages to the worker: one write for all messages of one turn of the loop.
+    is_used: whether there were any; the first is `Ready`."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.is_used = False
         self._writer = writer
         self._messages: list[wire.Up] = []
 
@@ -146,6 +152,7 @@ class _MessageWriter:
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
         self._messages.append(message)
+        self.is_used = True
 
     def _flush(self) -> None:
         if self._messages and not self._writer.is_closing():
@@ -159,11 +166,16 @@ class _MessageWriter:
             await asyncio.wait_for(self._writer.wait_closed(), _CLOSE_TIMEOUT_S)
 
 
-async def _watch_parent(parent_pid: int | None, hang_up: Callable[[], None]) -> None:
+async def _watch(
+    parent_pid: int | None, outbox: _MessageWriter, hang_up: Callable[[], None]
+) -> None:
     if parent_pid is None:
         return
-    while os.getppid() == parent_pid:  # noqa: ASYNC110 - nothing announces that it changes
-        await asyncio.sleep(_PARENT_CHECK_S)
+    faulthandler.dump_traceback_later(STALL_S)
+    while os.getppid() == parent_pid:  # nothing announces that it changes
+        if outbox.is_used:
+            faulthandler.dump_traceback_later(STALL_S)
+        await asyncio.sleep(_CHECK_S)
     hang_up()
 
 

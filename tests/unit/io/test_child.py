@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
 from s3kv.config import Config
 from s3kv.host.slab import Slab
+from s3kv.io import child as child_module
 from s3kv.io.child import Child, _environment
 
 
@@ -58,6 +60,21 @@ def test_a_process_that_no_signal_ends_is_left_behind(monkeypatch: pytest.Monkey
         child.end(5.0)
     assert len(slept_s) == 2
     assert process.wait() == -signal.SIGKILL
+    slab.close()
+
+
+def test_without_a_thread_for_its_log_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = list[int]()
+
+    def refused(stream: object, pid: int) -> None:
+        pids.append(pid)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(child_module, "LogPipe", refused)
+    slab = Slab.create(4096)
+    with pytest.raises(OSError, match="can't start new thread"):
+        Child(slab.fd, "s3kv.io")
+    assert not Path(f"/proc/{pids[0]}").exists()
     slab.close()
 
 

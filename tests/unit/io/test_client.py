@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from lab.service import free_ports
 from s3kv.config import Config
 from s3kv.errors import ConfigError, IoProcessError, StoreDenied, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
-from s3kv.io import wire
+from s3kv.io import child, wire
 from s3kv.io.child import Child
 from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
@@ -204,10 +205,26 @@ def test_a_server_that_is_not_there_is_waited_for_when_told(open_client: Open) -
 
 
 @pytest.mark.parametrize("module", ["s3kv.io.no_such_module", "this"])
-def test_a_process_that_ends_at_once_is_said(module: str, open_client: Open) -> None:
+def test_a_process_that_ends_at_once_is_said(
+    module: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if a process that was forked meanwhile holds its end of the stream open."""
+    spawn, held = child._spawn, list[int]()
+    monkeypatch.setattr(
+        child, "_spawn", lambda fd, *rest: held.append(os.dup(fd)) or spawn(fd, *rest)
+    )
     client = open_client("http://127.0.0.1:1", module=module)
     with pytest.raises(IoProcessError, match="has ended with exit status"):
         client.wait_ready(20)
+    os.close(held[0])
+
+
+def test_a_process_that_hangs_at_the_start_logs_where(
+    open_client: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = open_client(f"http://127.0.0.1:{silent.getsockname()[1]}", stall_s=0.01)
+        until(lambda: client.poll() or 'io/__main__.py", line' in caplog.text)
 
 
 def test_a_process_that_gives_no_answer_in_time_is_ended(moto_url: str, open_client: Open) -> None:
