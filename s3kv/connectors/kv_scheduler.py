@@ -236,10 +236,14 @@ class SchedulerSide(Guarded):
         return self.planner.bucket_tokens(request.request_id, external_tokens)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The plan of a step. If the planner has failed, it abandons the loads since the last."""
+        """The plan of a step. If the planner has failed, it abandons the loads since the last, and
+        fences all saves, whose blocks the engine may give to anybody."""
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
-        return plan if plan is not None else StepPlan(abandons=tuple(unplanned))
+        if plan is None:
+            fences = tuple(sorted(self.planner.ledger.copies_inflight))
+            plan = StepPlan(abandons=tuple(unplanned), fences=fences)
+        return plan
 
     @guarded(default=lambda: None)
     def _plan(self, output: SchedulerOutput) -> StepPlan | None:
@@ -298,7 +302,7 @@ class SchedulerSide(Guarded):
     def has_copies_inflight(self) -> bool:
         return self.planner.ledger.has_copies_inflight
 
-    @guarded(default=lambda: False)
+    @guarded(default=lambda: True)  # nothing is served
     def reset(self) -> bool:
         self._salt = secrets.token_bytes(32)
         self.planner.reset(self._salt)

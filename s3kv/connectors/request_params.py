@@ -42,7 +42,7 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
         return NO_LIMITS
     try:
         given = msgspec.convert(params, _Params)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         if request_id is not None:
             # It may repeat the client's text.
             reason = str(error).encode("unicode_escape").decode("ascii")

@@ -10,9 +10,9 @@ for them, verified and in host memory, and keeps these leased until the load or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from s3kv.messages import CopyPart, JobKind, LoadJob, StepPlan, StepReport
 from s3kv.planning.deadline import WaitFacts, keep_waiting
@@ -24,7 +24,10 @@ from s3kv.planning.pace import Pace
 from s3kv.planning.prefix_lookup import KNOWN_WINDOW_CHUNKS
 from s3kv.planning.requests import (
     NO_LIMITS,
+    NOTHING,
     PROBE_CHUNKS,
+    WAIT,
+    Answer,
     PlannedRequest,
     RequestEvent,
     RequestLimits,
@@ -51,16 +54,6 @@ class KVPlannerSettings:
     may_save: bool = True
     null_block: int | None = None
     """The engine's number for "no block" in its tables; None if they have no gaps."""
-
-
-class Answer(NamedTuple):
-    """Answer to a lookup. wait: ask again next step. tokens: number that may be loaded now."""
-
-    wait: bool
-    tokens: int
-
-
-WAIT, NOTHING = Answer(True, 0), Answer(False, 0)
 
 
 class KVPlanner:
@@ -92,6 +85,7 @@ class KVPlanner:
         self._overdue: dict[int, Job] = {}
         self._looked_up: dict[str, int] = {}
         """Tokens in the engine's own cache, for each request looked up since the last plan."""
+        self._idle_since_s = math.inf
 
     # --- requests come and go --------------------------------------------------------------
 
@@ -180,6 +174,8 @@ class KVPlanner:
         self._looked_up[request_id] = local_tokens
         request.arrange(local_tokens, tokens)
         if not self._settings.may_load or request.saving.is_barred or not reads:
+            return NOTHING
+        if request.is_unplaced(now_s, self._idle_since_s):
             return NOTHING
         if request.state is RequestState.COMPUTING:
             request.start_over()
@@ -324,6 +320,7 @@ class KVPlanner:
             if may_save and (jobs := self._saves.plan(request, step, now_s)):
                 saves += jobs
         self._go_on(now_s)
+        self._idle_since_s = math.inf if tokens else min(self._idle_since_s, now_s)
         most = self._settings.max_saves_inflight
         planned = self._fetches + self.ledger.plan_due(now_s, max_saves_inflight=most)
         self._fetches.clear()
@@ -360,11 +357,8 @@ class KVPlanner:
     def _take_withdrawals(self) -> tuple[int, ...]:
         """Fetches that no request awaits any more."""
         overdue, self._overdue = self._overdue, {}
-        return tuple(
-            job_id
-            for job_id, job in overdue.items()
-            if not any(lookup.awaits(position) for lookup, position in job.waiters)
-        )
+        awaited = {i for i, job in overdue.items() for lookup, n in job.waiters if lookup.awaits(n)}
+        return tuple(job_id for job_id in overdue if job_id not in awaited)
 
     # --- reports ---------------------------------------------------------------------------
 

@@ -116,6 +116,11 @@ class Ledger:
         """Whether blocks are still being copied. An idle engine has to keep polling meanwhile."""
         return bool(self._saving_blocks)
 
+    @property
+    def copies_inflight(self) -> set[int]:
+        """Saves whose blocks are still being copied."""
+        return {job_id for saves in self._saving_blocks.values() for job_id in saves}
+
     def fences(self, block_ids: Iterable[int]) -> set[int]:
         """Saves that still read any of these blocks, which are about to be overwritten."""
         saving = self._saving_blocks

@@ -22,6 +22,9 @@ from s3kv.types import ChunkKey
 
 PROBE_CHUNKS = 64
 """Chunks that a lookup requests at first while the bucket's content is unknown (decision 8)."""
+OFFER_S = 1.0
+"""Time after which an idle engine gets the answer "none" once that has not placed an offered load:
+vLLM keeps more blocks free for a load than for computing, perhaps more than there are."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -55,6 +58,16 @@ class RequestLimits:
 
 
 NO_LIMITS = RequestLimits()
+
+
+class Answer(NamedTuple):
+    """Answer to a lookup. wait: ask again next step. tokens: number that may be loaded now."""
+
+    wait: bool
+    tokens: int
+
+
+WAIT, NOTHING = Answer(True, 0), Answer(False, 0)
 
 
 class RequestState(IdentityEnum):
@@ -151,6 +164,8 @@ class PlannedRequest:
     saving: Saving
     limits: RequestLimits = NO_LIMITS
     state: RequestState = RequestState.NEW
+    offered_s: float = 0.0
+    """Time of the first lookup that made the present offer."""
     local_tokens: int = 0
     """Tokens in the engine's own cache at the last lookup."""
     ready: int = 0
@@ -189,6 +204,14 @@ class PlannedRequest:
         self.local_tokens = local_tokens
         self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
         self.hashes.limit = None if most is None else (local_tokens + most) // size
+
+    def is_unplaced(self, now_s: float, idle_since_s: float) -> bool:
+        """Whether the engine, idle since then, has not placed the offered load for `OFFER_S`. Then
+        the time begins anew."""
+        is_late = now_s - max(self.offered_s, idle_since_s) > OFFER_S
+        if is_late or self.state is not RequestState.OFFERED:
+            self.offered_s = now_s
+        return is_late and self.state is RequestState.OFFERED
 
     def use(self, tokens: int, now_s: float) -> None:
         """Note the use of the chunks from anywhere with which the engine begins after `tokens`."""

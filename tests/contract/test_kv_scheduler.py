@@ -161,6 +161,9 @@ def test_a_bug_turns_the_cache_off_and_strands_no_request(
     assert "runs without its cache until a restart" in caplog.text
     assert scheduler.plan(step()).abandons == ("r",), "the load it waits for will not come"
     assert scheduler.plan(step()).abandons == ()
+    scheduler.planner.ledger._saving_blocks = {5: (7, 8), 6: (8,)}
+    assert scheduler.plan(step()).fences == (7, 8), "the engine gives their blocks to others"
+    assert scheduler.reset(), "an engine that falls asleep insists on it"
     assert scheduler.lookup(request("other"), 0) == (0, False)
     assert scheduler.bucket_tokens(subject, 32) == 0
     scheduler.on_finished(subject)

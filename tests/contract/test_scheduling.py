@@ -126,6 +126,20 @@ def test_with_one_queue_for_both_some_lives_stop(
     assert parked
 
 
+def test_a_load_that_vllm_never_places_is_computed(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a load vLLM keeps the blocks of a speculative step free, which may be too many for the
+    longest prompts. Computing needs none."""
+    engine = Engine(engine_config, random.Random(1), blocks=9, slots=40)
+    on_clock(monkeypatch, engine)
+    monkeypatch.setattr(engine.scheduler, "_spec_decode_step_blocks", 2, raising=False)
+    for prompt in ([*range(1, 140)], [7, *range(200, 338)], [*range(1, 140)]):
+        engine.add(prompt)
+        engine.finish()
+    engine.check()
+
+
 @pytest.mark.parametrize(("is_declared", "hit"), [(False, 96), (True, 0)])
 def test_a_request_whose_states_vllm_has_evicted_is_loaded_whole(
     engine_config: Any, is_declared: bool, hit: int, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ UNREADABLE: list[tuple[Any, str]] = [
     ({"s3kv": {"max_save_tokens": 1.5}}, "$.s3kv.max_save_tokens"),
     ({"s3kv": {"max_save_tokens": True}}, "$.s3kv.max_save_tokens"),
     ({"s3kv": None}, "$.s3kv"),
+    ({"s3kv": {"\ud800": 1}}, "surrogates not allowed"),
     ({"s3kv": [False]}, "$.s3kv"),
     ({"max_offload_tokens": "many"}, "$.max_offload_tokens"),
     ({"max_load_tokens": -1}, "$.max_load_tokens"),

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from lab.books import check
 from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan, StepReport
-from s3kv.planning.kv import Answer
-from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, Answer, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 from tests.plans import fetches_of, uploads_of, uses_of
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
@@ -28,8 +27,6 @@ class Desk:
         self.now_s = 0.0
         self.hashes: dict[str, list[bytes]] = {}
         self._prefixes = Prefixes()
-
-    # --- the engine ------------------------------------------------------------------------
 
     def add(self, request_id: str, prompt: str, limits: RequestLimits = NO_LIMITS) -> None:
         self.hashes[request_id] = self._hashes(prompt)
@@ -88,8 +85,6 @@ class Desk:
         step = ScheduledRequest(request_id, (list(blocks),), new, computed, tokens)
         return self.plan(step)
 
-    # --- the ranks -------------------------------------------------------------------------
-
     def end(
         self,
         orders: Iterable[Order] | Order,
@@ -117,8 +112,6 @@ class Desk:
 
     def uploaded(self, orders: Iterable[Order] | Order, outcome: Outcome = OK) -> None:
         self.end(orders, outcome, kind=JobKind.UPLOAD)
-
-    # --- what there is ---------------------------------------------------------------------
 
     def key(self, prompt: str) -> ChunkKey:
         """Of the last chunk of this prompt."""

@@ -20,9 +20,8 @@ from typing import Any
 
 from lab.books import check
 from s3kv.messages import StepPlan, StepReport
-from s3kv.planning.kv import Answer
 from s3kv.planning.ledger import ChunkState
-from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, Answer, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.blocks import BlockPool, Tables, copied
 from tests.unit.planning.oracle import Oracle, objects_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from s3kv.host.table import TableError
 from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
-from s3kv.planning.kv import NOTHING, Answer
+from s3kv.planning.requests import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
 from tests.plans import fetches_of, uploads_of
 from tests.unit.planning.blocks import BlockPool

@@ -57,8 +57,6 @@ class Rank:
         self.loaded: dict[str, bool] = {}
         self.seen: Counter[str] = Counter()
 
-    # --- a step ----------------------------------------------------------------------------
-
     def run(self, plan: StepPlan, writes: Iterable[Write]) -> None:
         """In the order in which a worker goes about a step."""
         self.report.number = plan.number
@@ -98,8 +96,6 @@ class Rank:
         for order in self.orders.values():
             used = written & set(blocks_of(order))
             assert not used, f"blocks {used} are overwritten on rank {self.number} under {order}"
-
-    # --- ends ------------------------------------------------------------------------------
 
     def end(self, name: tuple[str, int | str], outcome: Outcome) -> None:
         """Carry one order out, as far as `outcome` allows."""

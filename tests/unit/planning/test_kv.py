@@ -9,8 +9,7 @@ import pytest
 
 from lab.books import check
 from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob
-from s3kv.planning.kv import NOTHING, WAIT, Answer
-from s3kv.planning.requests import ScheduledRequest
+from s3kv.planning.requests import NOTHING, WAIT, Answer, ScheduledRequest
 from s3kv.types import Outcome
 from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, load_slots, saving
 

@@ -9,8 +9,8 @@ import pytest
 
 from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.planning.breaker import BreakerState
-from s3kv.planning.kv import WAIT
 from s3kv.planning.ledger import ChunkState
+from s3kv.planning.requests import WAIT
 from s3kv.types import Outcome
 from tests.plans import uploads_of
 from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, saving

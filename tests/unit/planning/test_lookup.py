@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.requests import NOTHING, WAIT, Answer
 from s3kv.types import Outcome
 from tests.plans import fetches_of
 from tests.unit.planning.desk import CHUNK, FAILED, MISSING, Desk

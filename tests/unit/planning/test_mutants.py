@@ -17,11 +17,11 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
-from s3kv.planning.kv import Answer, KVPlanner
+from s3kv.planning.kv import KVPlanner
 from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.prefix_lookup import PrefixLookup
-from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, Answer, PlannedRequest, Saving, ScheduledRequest
 from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey

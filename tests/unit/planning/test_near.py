@@ -8,7 +8,7 @@ import pytest
 
 from s3kv.messages import BucketJob, JobEnd, JobKind, StepReport
 from s3kv.planning.breaker import Breaker, BreakerState
-from s3kv.planning.kv import NOTHING, WAIT
+from s3kv.planning.requests import NOTHING, WAIT
 from s3kv.planning.residency import Change, Residency
 from s3kv.types import Outcome
 from tests.plans import uses_of

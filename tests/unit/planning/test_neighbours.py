@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.planning.kv import NOTHING
-from s3kv.planning.requests import ScheduledRequest
+from s3kv.planning.requests import NOTHING, ScheduledRequest
 from tests.unit.planning.desk import MISSING, Desk
 from tests.unit.planning.test_kv import saving_for_nobody
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from s3kv.planning.deadline import GAIN, LATE, PATIENCE_S
-from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.pace import FetchTime, Pace
+from s3kv.planning.requests import NOTHING, WAIT, Answer
 from s3kv.types import Outcome
 from tests.plans import fetches_of
 from tests.unit.planning.desk import MISSING, OK, Desk

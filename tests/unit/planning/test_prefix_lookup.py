@@ -6,9 +6,8 @@ import pytest
 
 from lab.books import check
 from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
-from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.lookup import Lookup
-from s3kv.planning.requests import PlannedRequest
+from s3kv.planning.requests import NOTHING, WAIT, Answer, PlannedRequest
 from s3kv.types import ChunkKey
 from tests.unit.planning.desk import CHUNK, MISSING, OK, Desk
 

@@ -8,10 +8,11 @@ import pytest
 
 from s3kv.planning.deadline import Wait
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
-from s3kv.planning.kv import NOTHING, Answer
 from s3kv.planning.lookup import ChunkHashes
 from s3kv.planning.requests import (
+    NOTHING,
     REQUEST_TRANSITIONS,
+    Answer,
     PlannedRequest,
     RequestEvent,
     RequestLimits,

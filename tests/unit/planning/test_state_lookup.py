@@ -7,7 +7,7 @@ import random
 import pytest
 
 from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
-from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.requests import NOTHING, WAIT, Answer
 from s3kv.planning.state_lookup import MISSES_PER_LOOKUP
 from s3kv.types import ChunkKey
 from tests.unit.planning.desk import CHUNK, MISSING, OK, Desk
