@@ -116,12 +116,14 @@ class Slab:
         Raises `UnsupportedError` if this process has no descriptor of such a file."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(view))
         with open("/proc/self/maps") as maps:
-            mapped = (line.split() for line in maps if line.startswith(f"{start:x}-"))
-            inode = next((int(line[4]) for line in mapped if int(line[2], 16) == 0), 0)
+            mapped = [line.split(maxsplit=5) for line in maps if line.startswith(f"{start:x}-")]
+        # By its path, too: memfds and files in /dev/shm may have the same number.
+        wanted = [(it[4], view.nbytes, it[-1].strip()) for it in mapped if int(it[2], 16) == 0]
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                found = os.stat(f"/proc/self/fd/{name}")
-                if found.st_ino == inode and found.st_size == view.nbytes:
+                link = f"/proc/self/fd/{name}"
+                found = os.stat(link)
+                if (str(found.st_ino), found.st_size, os.readlink(link)) in wanted:
                     return cls.attach(os.dup(int(name)))
         raise UnsupportedError(
             f"no file of {view.nbytes:,} bytes is behind the memory that vLLM offloads to"

@@ -41,7 +41,7 @@ LOOK_AGAIN_S = 600.0
 """Time between two listings of the shapes: a fleet of another shape may begin at any time."""
 LOOK_AFTER_ERROR_S = 60.0
 _MOST_SHAPES = 4096
-"""Most shapes read. There are as many as ranks in all sizes; anybody who may write can add more."""
+"""Most keys read. There are as many as ranks in all sizes; anybody who may write can add more."""
 
 ShardCover = list[Rearrangement]
 
@@ -105,10 +105,12 @@ class OtherShards:
 
     async def _list(self) -> set[Shard]:
         prefix, shapes = self._namespace.shapes, set[Shard]()
+        left = _MOST_SHAPES
         async for info in self._store.list(prefix):
             if (shard := Shard.parse(info.key.removeprefix(prefix))) is not None:
                 shapes.add(shard)
-            if len(shapes) == _MOST_SHAPES:
+            left -= 1
+            if not left:
                 break
         return shapes
 

@@ -119,17 +119,19 @@ class Connection(asyncio.BufferedProtocol):
         answer: asyncio.Future[Response] = self._loop.create_future()
         self._answer = answer
         self._watch.wait(self._patience.progress_ms)
-        all_sent = False
+        reusable = False
         try:
             all_sent = await self._send(head, request.body, answer)
             if not exchange.begun:
                 self._watch.wait(self._patience.first_byte_ms, for_answer=True)
-            return await answer
+            response = await answer
+            reusable = all_sent and exchange.reusable
+            return response
         finally:
             self._watch.stop()
             self._exchange = self._answer = None
             self.rest()
-            if not (all_sent and exchange.reusable):
+            if not reusable:
                 self.abort()
 
     def abort(self) -> None:

@@ -135,8 +135,10 @@ class Credentials:
         async with self._lock:
             now_s = asyncio.get_running_loop().time()
             if await self.frozen() == refused and now_s >= self._look_again_s:
-                self._look_again_s = now_s + _LOOK_AGAIN_S
-                await self._found(anew=True)  # others may use the known ones meanwhile
+                try:
+                    await self._found(anew=True)  # others may use the known ones meanwhile
+                finally:
+                    self._look_again_s = asyncio.get_running_loop().time() + _LOOK_AGAIN_S
             return bool(await self.frozen() != refused)
 
 

@@ -257,3 +257,20 @@ def test_a_process_that_holds_a_slab_twice_counts_once(host: Host) -> None:
     Slab.create(RANK_BYTES).close()
     for slab in (first, again):
         slab.close()
+
+
+def test_the_file_behind_a_view_is_known_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems number alike."""
+    slab = Slab.create(PAGE)
+    with (tmp_path / "region").open("wb+") as file:
+        file.truncate(PAGE)
+        view = memoryview(mmap.mmap(file.fileno(), PAGE))
+        found = os.fstat(file.fileno())
+        monkeypatch.setattr(os, "stat", lambda path: found)
+        other = Slab.behind(view)
+        other.view[0] = 7
+    assert (view[0], slab.view[0]) == (7, 0)
+    other.close()
+    slab.close()

@@ -346,6 +346,17 @@ async def test_a_fleet_that_begins_later_is_noticed(
     assert bucket.reads[key(WHOLE, OTHER_HASH)] == 1
 
 
+async def test_names_of_no_shards_are_read_up_to_a_number(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_shards, "_MOST_SHAPES", 4)
+    for number in range(4):
+        await bucket.put(f"{NAMESPACE.shapes}a{number}", Place.of(b""), if_absent=False)
+    await bucket.store(*HALVES)
+    async with reading(bucket, WHOLE) as reader:
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+
+
 async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket) -> None:
     await bucket.store(*HALVES)
     async with reading(bucket, WHOLE) as reader:

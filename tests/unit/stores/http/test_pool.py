@@ -16,6 +16,7 @@ import uvloop
 
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.place import Place
+from s3kv.stores.http.connection import Connection
 from s3kv.stores.http.exchange import Request, Response
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.threads import ThreadedPool
@@ -88,6 +89,29 @@ async def test_interim_answers_are_passed_over() -> None:
     answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + ok(b"abc")
     async with pool_on(say(answer)) as pool:
         assert (await pool.request(get(bytearray(3)))).nbytes == 3
+
+
+async def test_a_request_cancelled_as_its_answer_ends_leaves_no_connection_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advance = Connection._step
+
+    def step(connection: Connection, arrived: Callable[[], None]) -> None:
+        advance(connection, arrived)
+        if tasks and connection._answer is not None and connection._answer.done():
+            tasks.pop().cancel()
+
+    monkeypatch.setattr(Connection, "_step", step)
+    async with servers.scripted_server(say(ok(b"abc"), ok(b"abc"))) as port:
+        pool = Pool("127.0.0.1", port, tls=None, size=4, patience=patience())
+        request = asyncio.ensure_future(pool.request(GET))
+        tasks = [request]
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await asyncio.sleep(0.01)
+        left = len(pool._open)
+        await pool.close()
+    assert left == 0
 
 
 async def test_body_that_ends_with_the_connection() -> None:

@@ -219,6 +219,23 @@ async def test_a_source_that_hangs_is_an_outage_until_it_answers(
         assert len(container.tokens) == 1, "the search went on"
 
 
+async def test_requests_do_not_wait_one_after_another_for_a_source_that_hangs(
+    s3_store: OpenStore, container: ContainerEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float]()
+    async with facing(Guarded("container0"), s3_store) as (guard, store):
+        await read(store)
+        guard.key = "another"
+        container.open.clear()
+        wait_for = asyncio.wait_for
+        monkeypatch.setattr(credentials, "_LOOK_AGAIN_S", 0.05)
+        monkeypatch.setattr(asyncio, "wait_for", lambda it, s: waits.append(s) or wait_for(it, 0.1))
+        ends = await asyncio.gather(*(read(store) for _ in range(8)), return_exceptions=True)
+        assert {type(end) for end in ends} == {StoreDenied, StoreUnavailable}
+        assert waits.count(credentials._LOOK_S) <= 2
+        container.open.set()
+
+
 async def test_others_use_the_credentials_that_one_request_is_refused_with(
     s3_store: OpenStore, container: ContainerEndpoint
 ) -> None:
