@@ -89,5 +89,5 @@ def _bucket_dollars(exposition: str) -> float:
         return 0.0
     # Of a "month" with this traffic and no other; what has been written is stored for a day.
     traffic = traffic_of_metrics(exposition, MONTH_S)
-    stored_bytes = traffic.bytes_new * DAY_S / MONTH_S
+    stored_bytes = traffic.bytes_up * DAY_S / MONTH_S
     return sum(part.dollars for part in bill(traffic, stored_bytes, prices.TABLE[prices.DEFAULT]))

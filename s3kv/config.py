@@ -66,10 +66,10 @@ _UNIT_BYTES = {
     **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
 }
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+NotNegative = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1_000_000_000)]
-Bytes = Annotated[int, Meta(extra=_BYTES)]
+Bytes = Annotated[int, Meta(le=10**18, extra=_BYTES)]
 Mebibytes = Annotated[Bytes, Meta(ge=2**20)]
 Bucket = Annotated[
     str,
@@ -111,7 +111,10 @@ Url = Annotated[
 ]
 DiskPath = Annotated[
     str,
-    Meta(pattern=r"^/.*[^/]\Z", extra={"allowed": "an absolute path, such as '/mnt/nvme/s3kv'"}),
+    Meta(
+        pattern=r"^/[^\x00\ud800-\udfff]*(?<!/)\Z",
+        extra={"allowed": "an absolute path, such as '/mnt/nvme/s3kv'"},
+    ),
 ]
 _SSE = "server-side-encryption(-aws-kms-key-id|-bucket-key-enabled)?"
 PutHeaders = Annotated[

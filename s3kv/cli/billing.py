@@ -25,15 +25,14 @@ _BILLED = ("2xx", "4xx")
 class BilledTraffic:
     """The traffic of all engines together in `seconds`.
 
-    puts, gets: requests billed as such. bytes_new: bytes of objects that were not there before.
-    bytes_up, bytes_down: bytes that moved. tokens_bucket, tokens_host: prompt tokens that were not
-    computed because the bucket, or host memory, had them; None if nobody has counted these.
+    puts, gets: requests billed as such. bytes_up: those written. bytes_down: those received.
+    tokens_bucket, tokens_host: prompt tokens that were not computed because the bucket (or a disk
+    before it), or host memory, had them; None if nobody has counted these.
     """
 
     seconds: float
     puts: float
     gets: float
-    bytes_new: float
     bytes_up: float
     bytes_down: float
     tokens_bucket: float | None
@@ -84,15 +83,12 @@ def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
     def billed(*verbs: str) -> float:
         return total(*(f"io_requests_total|{verb}|{s}" for verb in verbs for s in _BILLED))
 
-    written, found = total("upload_ok_total"), total("upload_exists_total")
-    bytes_up = total("upload_bytes_total")
     return BilledTraffic(
         seconds=seconds,
         puts=billed("PUT", "LIST"),
         gets=billed("GET", "HEAD"),
-        bytes_new=bytes_up * written / (written + found) if written else 0.0,
-        bytes_up=bytes_up,
-        bytes_down=total("fetch_bytes_total"),
+        bytes_up=total("io_sent_bytes_total"),
+        bytes_down=total("io_received_bytes_total"),
         tokens_bucket=sums.get(f"{NAMESPACE}hit_tokens_bucket_total"),
         tokens_host=sums.get(f"{NAMESPACE}hit_tokens_host_total"),
     )

@@ -113,7 +113,7 @@ def cost(
         chosen = dataclasses.replace(prices.TABLE[table], **changed)
         traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
         # Without --stored, all that is new stays for so many days.
-        steady = traffic.bytes_new / traffic.seconds * keep_days * billing.DAY_S
+        steady = traffic.bytes_up / traffic.seconds * keep_days * billing.DAY_S
         held = steady if stored is None else stored
         parts = billing.bill(traffic, held, chosen)
         saved = paid = None

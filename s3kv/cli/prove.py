@@ -45,7 +45,8 @@ _EPILOG = """\b
 EXIT CODES
     0  proven
     1  not proven: an answer changed, or an arm did not serve from its source
-    2  it could not be run: vLLM, the model, the bucket or an option is missing or refused
+    2  it could not be run: vLLM, the model, the bucket or an option is missing or refused;
+       or its report cannot be written
   130  interrupted (Ctrl-C)
   141  the reader of the output has closed it (| head)
 
@@ -131,7 +132,11 @@ def prove(
     else:
         own = parse({**held, "prefix": f"{held.get('prefix', 's3kv')}/prove/{uuid4().hex}"})
         _examine(own)
-        transfer = proof.with_settings(transfer, prefix=own.prefix, drain_timeout_s=_DRAIN_S)
+        changes = {"prefix": own.prefix, "drain_timeout_s": _DRAIN_S}
+        if own.disk_path is not None:
+            skipped.append("disk_path was left out: files of earlier runs would be served")
+            changes |= {"disk_path": None, "disk_bytes": 0}
+        transfer = proof.with_settings(transfer, **changes)
     logs = Path(tempfile.mkdtemp(prefix="s3kv-prove-"))
     click.echo(f"s3kv: the engines' logs are in {logs}, until all is proven", err=True)
     argv, size = [f"--model={model}", *options], 2 if workers == 1 else 1
@@ -238,15 +243,22 @@ async def _delete(store: ObjectStore, prefix: str) -> None:
 
 
 def _present(report: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
-    """Write the files, whether or not anybody reads the terminal, and print its page."""
-    if json_file is not None:
-        finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
-        json_file.write_text(json.dumps(finite, indent=2) + "\n", "utf-8")
-    if html_file is not None:
-        html_file.write_text(html(report), "utf-8")
+    """Write the files, whether or not anybody reads the terminal, and print its page. Raises
+    `ConfigError` at the end if a file cannot be written."""
+    finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    texts = ((json_file, json.dumps(finite, indent=2) + "\n"), (html_file, html(report)))
+    unwritten = []
+    for file, text in texts:
+        try:
+            if file is not None:
+                file.write_text(text, "utf-8")
+        except OSError as error:
+            unwritten.append(f"the report cannot be written: {error}")
     style = "bold green" if report["proven"] else "bold red"
     show.print_grid([[Text(report["verdict"], style)], [margins_text(report)]])
     arms = ((name, row) for name, row in report["arms"].items())
     show.print_table([COLUMNS[0], *show.numbers(*COLUMNS[1:])], (cells(*arm) for arm in arms))
     rows = [(one["arm"], one["text"]) for one in report["findings"]]
     show.print_grid([*rows, *(("", text) for text in report["skipped"])])
+    if unwritten:
+        raise ConfigError("; ".join(unwritten))

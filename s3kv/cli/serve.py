@@ -163,7 +163,7 @@ def kv_transfer_config(
 def share(budget: int, slabs: int) -> int:
     """Host memory of each worker, in bytes. slabs: those of all workers, and one for the encoder
     outputs of each engine."""
-    parts = budget // slabs // _LEAST_BYTES
+    parts = budget // max(1, slabs) // _LEAST_BYTES  # vLLM refuses a size of 0
     return min(max(1, parts) * _LEAST_BYTES, _MOST_BYTES)
 
 

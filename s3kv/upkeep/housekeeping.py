@@ -117,6 +117,8 @@ class Housekeeping:
             "io_cleaner_deleted": cleaner.deleted_objects if cleaner else 0,
             "io_cleaner_deleted_bytes": cleaner.deleted_bytes if cleaner else 0,
             "cost_usd": nanodollars(prices_of(self._config, traffic), traffic),
+            "io_received_bytes": traffic.received_bytes,
+            "io_sent_bytes": traffic.sent_bytes,
             **{f"io_requests|{name}": count for name, count in traffic.requests.items()},
         }
 

@@ -78,6 +78,9 @@ def parse(**settings: Any) -> Config:
         ("chunk_tokens", -1),
         ("host_bytes", "4 elephants"),
         ("host_bytes", "1KiB"),
+        ("bucket_bytes", "16777216TiB"),  # of 64 bits, which messages to the I/O process have
+        ("max_wait_ms", 2**64),
+        ("disk_path", "/tmp/a\0b"),
         ("host_bytes", "9" * 400),
         ("host_bytes", None),
         ("client", "boto3"),

@@ -25,10 +25,8 @@ def test_counters_become_traffic() -> None:
         'vllm:s3kv_io_requests_total{verb="LIST",status="2xx"} 1\n'
         'vllm:s3kv_io_requests_total{verb="PUT",status="5xx"} 9\n'
         'vllm:s3kv_ec_io_requests_total{verb="HEAD",status="4xx"} 2\n'
-        "vllm:s3kv_upload_ok_total 1\n"
-        "vllm:s3kv_upload_exists_total 3\n"
-        "vllm:s3kv_upload_bytes_total 400\n"
+        "vllm:s3kv_io_sent_bytes_total 400\n"
+        "vllm:s3kv_ec_io_received_bytes_total 100\n"
     )
     traffic = billing.traffic_of_metrics(text, 60.0)
-    assert (traffic.puts, traffic.gets, traffic.bytes_up, traffic.bytes_new) == (4, 2, 400, 100)
-    assert billing.traffic_of_metrics("vllm:s3kv_x 1\n", 60.0).bytes_new == 0
+    assert (traffic.puts, traffic.gets, traffic.bytes_up, traffic.bytes_down) == (4, 2, 400, 100)

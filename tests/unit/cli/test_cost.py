@@ -18,12 +18,10 @@ from tests.servers import in_a_thread
 from tests.unit.cli.conftest import refused
 
 METRICS = """\
-# HELP vllm:s3kv_upload_ok_total Objects written, per rank.
-# TYPE vllm:s3kv_upload_ok_total counter
-vllm:s3kv_upload_ok_total{engine="0",model_name="a {b} \\"c\\""} 200000.0
-vllm:s3kv_upload_ok_total{engine="1",model_name="m"} 100000.0
-vllm:s3kv_upload_exists_total{engine="0",model_name="m"} 100000.0
-vllm:s3kv_upload_bytes_total{engine="0",model_name="m"} 4.294967296e+11
+# HELP vllm:s3kv_io_sent_bytes_total Bytes of objects written to the store.
+# TYPE vllm:s3kv_io_sent_bytes_total counter
+vllm:s3kv_io_sent_bytes_total{engine="0",model_name="a {b} \\"c\\""} 2.147483648e+11
+vllm:s3kv_io_sent_bytes_total{engine="1",model_name="m"} 1.073741824e+11
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="PUT"} 200000.0
 vllm:s3kv_io_requests_total{engine="1",model_name="m",status="2xx",verb="PUT"} 99990.0
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="4xx",verb="PUT"} 100000.0
@@ -35,12 +33,12 @@ vllm:s3kv_io_requests_total{engine="0",model_name="m",status="none",verb="GET"} 
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="HEAD"} 10000.0
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="DELETE"} 5.0
 vllm:s3kv_ec_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 10000.0
-vllm:s3kv_fetch_bytes_total{engine="0",model_name="m"} 1.073741824e+12
+vllm:s3kv_io_received_bytes_total{engine="0",model_name="m"} 1.073741824e+12
 vllm:s3kv_hit_tokens_bucket_total{engine="0",model_name="m"} 2.3e+08
 vllm:s3kv_hit_tokens_host_total{engine="0",model_name="m"} 1.3e+08
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 """
-"""400,000 requests at the price of a PUT (three of four new objects) of 400 GiB,
+"""400,000 requests at the price of a PUT (of which 300 GiB are new),
 1,000,000 at that of a GET, of 1,000 GiB; 360 M tokens not computed."""
 
 MONTH = "730h"
@@ -81,9 +79,9 @@ OWN_PRICES = [
         # 400 × $0.005, 1,000 × $0.0004, 100 GiB × $0.023
         ([], (2.0, 0.4, 2.3, 0.0, 0.0, 0.0)),
         (["--over", "365h"], (4.0, 0.8, 2.3, 0.0, 0.0, 0.0)),  # half the time, twice the requests
-        (OWN_PRICES, (400.0, 2_000.0, 300.0, 1_600.0, 5_000.0, 6_000.0)),
-        # 400 × $0.00113, 1,000 × $0.00003, 100 × $0.11, 400 × $0.0032, 1,000 × $0.0006
-        (["--prices", "us-east-1/express"], (0.452, 0.03, 11.0, 1.28, 0.6, 0.0)),
+        (OWN_PRICES, (400.0, 2_000.0, 300.0, 1_200.0, 5_000.0, 6_000.0)),
+        # 400 × $0.00113, 1,000 × $0.00003, 100 × $0.11, 300 × $0.0032, 1,000 × $0.0006
+        (["--prices", "us-east-1/express"], (0.452, 0.03, 11.0, 0.96, 0.6, 0.0)),
     ],
     ids=["a month", "half of one", "own prices", "another table"],
 )
@@ -96,7 +94,7 @@ def test_a_month_by_hand(metrics: str, options: list[str], expected: tuple[float
 
 def test_the_size_that_the_bucket_comes_to_have(metrics: str) -> None:
     found = document("--metrics", metrics, "--over", "24h", "--keep-days", "2")
-    # Three of four objects were new: 300 GiB a day, for two days.
+    # 300 GiB a day, for two days.
     storage = next(part for part in found["parts"] if part["name"] == "storage")
     assert storage["amount"] == pytest.approx(600)
     assert storage["dollars"] == pytest.approx(600 * 0.023)

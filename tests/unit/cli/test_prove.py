@@ -88,6 +88,18 @@ def test_the_files_are_written_though_nobody_reads_the_screen(
     assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.html"}
 
 
+def test_a_report_that_cannot_be_written_costs_no_verdict(run: Run, tmp_path: Path) -> None:
+    """Nor the other file. A disk took no part: its files of another run would be served."""
+    disk = ("--set", f"disk_path={tmp_path}/disk", "--set", "disk_bytes=1GB")
+    files = ("--json", "/proc/report", "--html", f"{tmp_path}/report.html")
+    done = run("prove", "m", "--arms", "restart", *files, *disk)
+    assert done.exit_code == 2, done.output
+    assert done.stdout.startswith("PROVEN: ")
+    assert "the report cannot be written: [Errno 2]" in done.stderr
+    assert "disk_path was left out" in (tmp_path / "report.html").read_text()
+    assert proof.settings_of(PLANS[0].connector)["disk_path"] is None
+
+
 def test_objects_that_cannot_be_deleted_cost_no_result(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_host_memory_follows_from_the_machine(
 
 @pytest.mark.parametrize(
     ("budget", "slabs", "expected"),
-    [(2**30, 2, 2**29), (2**30 - 1, 1, 3 * 2**28), (2**20, 1, 2**28), (2**41, 8, 2**36)],
+    [(2**30, 2, 2**29), (2**30 - 1, 1, 3 * 2**28), (2**20, 0, 2**28), (2**41, 8, 2**36)],
 )
 def test_every_worker_has_the_same_share(budget: int, slabs: int, expected: int) -> None:
     assert serve.share(budget, slabs) == expected
