@@ -4,14 +4,8 @@
 
 The same images, one after the other, in four engines a round: cold and warm with vLLM's
 ECExampleConnector on a local directory, cold and warm with S3ECConnector on a bucket. Cold is an
-empty directory or prefix, warm is a new process on what the cold one left. Told are
-
-    encoder runs      of all rounds together, counted in the model
-    request           milliseconds from sending to the answer, as the client sees it
-    scheduler calls   what a request costs in the connector's hooks on the thread that schedules:
-                      processor time of all calls, and wall time, the longest call and the shares
-                      of the hooks without build_connector_meta of passes that schedule nothing:
-                      there s3kv sleeps on purpose, up to 1 ms, until something arrives.
+empty directory or prefix, warm is a new process on what the cold one left. Told are the encoder's
+runs, counted in the model, and the milliseconds from sending a request to its answer.
 
 The S3 server: `benchmarks/rig.py`. What the figures say about your machine they do not say about
 another: here server, I/O process and engine share the cores, and the local directory is a memory
@@ -22,9 +16,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,89 +27,25 @@ from benchmarks.rig import Store, add_server, machine, publish, s3
 from lab import vision
 from lab.engine import Answer, Ask, Engine
 
-_SCHEDULER_HOOKS = (
-    *("ensure_cache_available", "has_cache_item", "update_state_after_alloc"),
-    *("build_connector_meta", "update_connector_output", "get_ec_connector_stats"),
-    "request_finished",
-)
 _TEXT = [10, 11, 12]
-GIVE_UP_S = 600.0
-"""Per round; one takes about a minute."""
 
 
-class _Watch:
-    """In the engine's process: what the hooks took so far."""
-
-    def __init__(self) -> None:
-        self.encoder_runs = 0
-        self.wall_s: dict[str, float] = defaultdict(float)
-        self.cpu_s = 0.0
-        self.longest_s = 0.0
-
-    def timed(self, name: str, hook: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            wall_s, cpu_s = time.perf_counter(), time.thread_time()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
-                self.cpu_s += cpu_s
-                if not any(getattr(arg, "total_num_scheduled_tokens", 1) == 0 for arg in args):
-                    self.wall_s[name] += wall_s
-                    self.longest_s = max(self.longest_s, wall_s)
-
-        return timed
-
-    def counted(self, encode: Any) -> Any:
-        def counted(**kwargs: Any) -> Any:
-            self.encoder_runs += 1
-            return encode(**kwargs)
-
-        return counted
-
-
-_WATCH = _Watch()
-
-
-def watch(engine: Any) -> None:
-    """In the engine's process: count encoder runs and time the scheduler's calls from now on."""
-    connector: Any = engine.engine_core.engine_core.scheduler.ec_connector
-    for name in _SCHEDULER_HOOKS:
-        setattr(connector, name, _WATCH.timed(name, getattr(connector, name)))
+def count(engine: Any) -> None:
+    """In the engine's process: count the encoder's runs from now on."""
     model: Any = engine.model_executor.driver_worker.worker.model_runner.model
-    model.embed_multimodal = _WATCH.counted(model.embed_multimodal)
+    encode = model.embed_multimodal
+    model.encoder_runs = 0
+
+    def counted(**kwargs: Any) -> Any:
+        model.encoder_runs += 1
+        return encode(**kwargs)
+
+    model.embed_multimodal = counted
 
 
-def seen(engine: Any) -> dict[str, Any]:
-    """In the engine's process: what `watch` has seen."""
-    return vars(_WATCH)
-
-
-class Measured:
-    """One connector, cold or warm, over all rounds. watched: what `seen` returned in each."""
-
-    def __init__(self) -> None:
-        self.answers: list[Answer] = []
-        self.watched: list[dict[str, Any]] = []
-
-    def result(self) -> dict[str, Any]:
-        requests, watched = len(self.answers), self.watched
-        hooks_s = sum((Counter(one["wall_s"]) for one in watched), Counter[str]())
-        request_ms = [1e3 * answer.seconds for answer in self.answers]
-        return {
-            "requests": requests,
-            "encoder_runs": sum(one["encoder_runs"] for one in watched),
-            "request_ms": {
-                "median": round(statistics.median(request_ms), 1),
-                "slowest": round(max(request_ms), 1),
-            },
-            "scheduler_us_per_request": {
-                "wall": round(1e6 * hooks_s.total() / requests),
-                "processor": round(1e6 * sum(one["cpu_s"] for one in watched) / requests),
-                "longest_call": round(1e6 * max(one["longest_s"] for one in watched)),
-                "by_hook": {n: round(1e6 * s / requests) for n, s in hooks_s.items()},
-            },
-        }
+def counted(engine: Any) -> int:
+    """In the engine's process: the encoder's runs since `count`."""
+    return int(engine.model_executor.driver_worker.worker.model_runner.model.encoder_runs)
 
 
 class Bench:
@@ -125,7 +54,8 @@ class Bench:
         self._store = store
         self._images = images
         self._model = vision.build(folder, encoder_layers=layers)
-        self.measured: dict[str, dict[str, Measured]] = defaultdict(lambda: defaultdict(Measured))
+        self._answers: dict[tuple[str, str], list[Answer]] = defaultdict(list)
+        self._runs: dict[tuple[str, str], int] = defaultdict(int)
 
     def round(self) -> None:
         name = uuid.uuid4().hex[:8]
@@ -167,12 +97,21 @@ class Bench:
         say(f"engine {kind}, {state}")
         with engine:
             engine.generate([warm_up])
-            engine.call("benchmarks.encoder:watch")
-            answers = engine.generate(asks)
-            watched = engine.call("benchmarks.encoder:seen")
-        measured = self.measured[kind][state]
-        measured.answers += answers
-        measured.watched.append(watched)
+            engine.call("benchmarks.encoder:count")
+            self._answers[kind, state] += engine.generate(asks)
+            self._runs[kind, state] += engine.call("benchmarks.encoder:counted")
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """By connector and state."""
+        told: dict[str, dict[str, Any]] = defaultdict(dict)
+        for (kind, state), answers in self._answers.items():
+            ms = [1e3 * answer.seconds for answer in answers]
+            told[kind][state] = {
+                "requests": len(ms),
+                "encoder_runs": self._runs[kind, state],
+                "request_ms": {"median": statistics.median(ms), "slowest": max(ms)},
+            }
+        return told
 
 
 @ends(600)
@@ -186,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.rounds = 1
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:
-        begin(store.name, options.rounds * GIVE_UP_S)
+        begin(store.name, options.rounds * 600.0)  # one takes a minute
         bench = Bench(Path(folder), store, options.layers, options.images)
         for number in range(options.rounds):
             say(f"round {number + 1} of {options.rounds}")
@@ -198,10 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine(),
         "images": f"{options.images} a round, one per request, {options.rounds} rounds",
         "encoder": f"{options.layers} layers",
-        "connectors": {
-            kind: {state: measured.result() for state, measured in states.items()}
-            for kind, states in bench.measured.items()
-        },
+        "connectors": bench.result(),
     }
     publish(result, options.json)
 

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.deadline import ends, say
 from benchmarks.origin import ROOT
 from scripts import results
+from scripts.marks import table
 
 FIGURES = {"all", "commit", "computing"}
 """Parts of a result that a table leaves out."""
@@ -66,7 +67,6 @@ PROGRAMS = (
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),
-    Program("short", server=True),
     Program("peers", server=True),
     Program("trace", trace=True),
 )
@@ -97,8 +97,7 @@ def section(program: Program, command: Sequence[str], result: dict[str, Any] | s
     if program.name in RENDERED:
         told.append(RENDERED[program.name](result))
     else:
-        rows = [f"| {name} | {value} |" for name, value in leaves(result)]
-        told.append("\n".join(["| | |", "|---|---|", *rows]))
+        told.append(table(("", ""), leaves(result)))
     return "\n\n".join([*told, f"At {result.get('commit', 'an unnamed commit')}."])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scripts.areas import AREAS, FAMILIES, Area
-from scripts.marks import filled
+from scripts.marks import filled, table
 from scripts.matrix import RESULTS, ROOT
 
 Result = dict[str, Any]
@@ -27,31 +27,30 @@ def recorded() -> list[Result]:
 def page() -> str:
     """docs/compatibility.md."""
     results = recorded()
-    versions = "\n\n".join((table(results), beneath(results)))
+    versions = "\n\n".join((counts(results), beneath(results)))
     parts = {"status": status(results), "versions": versions, "families": families(results)}
     return filled(ROOT / "docs" / "compatibility.md", parts)
 
 
-def table(results: list[Result]) -> str:
+def counts(results: list[Result]) -> str:
     """How many tests of each area have passed on each version."""
-    versions = [result["vllm"] for result in results]
-    lines = [f"| {' | '.join(('what', 'runner', *versions))} |", "|---" * (2 + len(versions)) + "|"]
+    rows = []
     for area in AREAS:
         cells = [_counts(result["vllm"], _cell(result, area)) for result in results]
-        lines.append(f"| {' | '.join((area.told, area.runner, *cells))} |")
-    return "\n".join(lines)
+        rows.append((area.told, area.runner, *cells))
+    return table(("what", "runner", *(result["vllm"] for result in results)), rows)
 
 
 def families(results: list[Result]) -> str:
     """On which versions the models of each family have run, by runner and ranks."""
     heads = ("family", "layers", "first runner", "second runner, interpreted", "two tensor ranks")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for family in FAMILIES:
         cells = [_versions(results, area) for area in family.areas]
         if family.instead:
             cells = [f"{family.instead}: {cells[0]}", "the same", "the same"]
-        lines.append(f"| {' | '.join((family.name, family.layers, *cells))} |")
-    return "\n".join(lines)
+        rows.append((family.name, family.layers, *cells))
+    return table(heads, rows)
 
 
 def _versions(results: list[Result], area: Area) -> str:
@@ -104,14 +103,11 @@ def _lacking(*cells: dict[str, Any]) -> list[str]:
 
 def status(results: list[Result]) -> str:
     """What has run on each runner. results: the runs on versions of vLLM, the oldest first."""
-    lines = [
-        "| | state |",
-        "|---|---|",
-        f"| vLLM on a CPU, first-generation model runner | {_ran(results, 'first')} |",
-        "| the same, second-generation model runner, interpreted kernels "
-        f"| {_ran(results, 'second')} |",
-    ]
-    return "\n".join(lines)
+    named = {
+        "first": "vLLM on a CPU, first-generation model runner",
+        "second": "the same, second-generation model runner, interpreted kernels",
+    }
+    return table(("", "state"), [(told, _ran(results, runner)) for runner, told in named.items()])
 
 
 def _ran(results: list[Result], runner: str) -> str:

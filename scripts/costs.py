@@ -11,7 +11,7 @@ from typing import Any
 
 from s3kv import prices
 from s3kv.cli import billing
-from scripts.marks import ROOT, filled, recorded
+from scripts.marks import ROOT, filled, recorded, table
 
 CHUNK_TOKENS = 256
 PRICES = prices.TABLE[prices.DEFAULT]
@@ -73,7 +73,7 @@ def page() -> str:
             "prices": price_list(),
             "bill": bill(recorded("trace-session.json")),
             "compressed": compressed(recorded("trace-compression.json")),
-            "chunk": table(),
+            "chunk": chunk(),
         },
     )
 
@@ -88,11 +88,9 @@ def price_list() -> str:
 
 def bill(result: dict[str, Any]) -> str:
     """Dollars a month of each run of `benchmarks.trace` with s3kv."""
-    lines = [
-        "| `host_bytes` | `bucket_bytes` | prompt tokens found in the bucket | PUTs "
-        "| other requests | storage | computing spared | net |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["`host_bytes`", "`bucket_bytes`", "prompt tokens found in the bucket", "PUTs"]
+    head += ["other requests", "storage", "computing spared", "net"]
+    rows = []
     for run in result["runs"]:
         if not run["host_gib"]:
             continue
@@ -100,20 +98,17 @@ def bill(result: dict[str, Any]) -> str:
         others = month["gets"] + month["upkeep"]
         dollars = (month["puts"], others, month["storage"], month["spared"])
         budget = f"{run['bucket_gib']:,.0f} GiB" if run["bucket_gib"] else "none, a day's objects"
-        lines.append(
-            f"| {run['host_gib']:g} GiB | {budget} | {run['percent']['bucket']:.1f} % "
-            f"| {' | '.join(f'{amount:,.0f}' for amount in dollars)} | **{month['net']:+,.0f}** |"
-        )
-    return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
+        told = (f"{run['host_gib']:g} GiB", budget, f"{run['percent']['bucket']:.1f} %")
+        net = f"**{month['net']:+,.0f}**"
+        rows.append((*told, *(f"{amount:,.0f}" for amount in dollars), net))
+    return f"{table(head, rows)}\n\n`{result['command']}`, at {result['commit']}."
 
 
 def compressed(result: dict[str, Any]) -> str:
     """Hits, and dollars a month, of plain and of compressed objects by the budget of the bucket."""
-    lines = [
-        "| `bucket_bytes` | an object | prompt tokens found in the bucket | median TTFT | received "
-        "| storage | computing spared | net |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["`bucket_bytes`", "an object", "prompt tokens found in the bucket", "median TTFT"]
+    head += ["received", "storage", "computing spared", "net"]
+    rows = []
     for run in result["runs"]:
         if not run["host_gib"]:
             continue
@@ -128,11 +123,11 @@ def compressed(result: dict[str, Any]) -> str:
             f"{month['spared']:,.0f}",
             f"**{month['net']:+,.0f}**",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
+        rows.append(cells)
+    return f"{table(head, rows)}\n\n`{result['command']}`, at {result['commit']}."
 
 
-def table() -> str:
+def chunk() -> str:
     """One column for each engine."""
     rows: list[tuple[str, list[str]]] = [
         ("assumed: tokens per second in prefill", [f"{e.prefill_tokens_per_s:,}" for e in ENGINES]),
@@ -153,10 +148,8 @@ def table() -> str:
             [f"**{e.break_even(7):.1f}**" for e in ENGINES],
         ),
     ]
-    head = "| millionths of a dollar, unless stated | " + " | ".join(e.name for e in ENGINES) + " |"
-    lines = [head, "|---" * (len(ENGINES) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(values)} |" for name, values in rows]
-    return "\n".join(lines)
+    head = ("millionths of a dollar, unless stated", *(engine.name for engine in ENGINES))
+    return table(head, [(name, *values) for name, values in rows])
 
 
 def _micro(dollars: float) -> str:

@@ -1,4 +1,4 @@
-"""Rendered parts of a document that is otherwise written by hand, and the results they show.
+"""Rendered parts of a document that is otherwise written by hand, their tables and results.
 
 A part stands between `<!-- BEGIN name -->` and `<!-- END name -->`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +28,10 @@ def recorded(name: str) -> dict[str, Any]:
     """A file of benchmarks/results/."""
     result: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
     return result
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = ["".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in (head, *rows)]
+    lines.insert(1, "---|" * len(head))
+    return "\n".join(f"|{line}" for line in lines)

@@ -6,28 +6,26 @@ from collections.abc import Mapping
 
 from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE, TIER_METRICS, Metric
 from s3kv.prices import AS_OF, SOURCE, TABLE, Prices
-from scripts.marks import ROOT, filled
-
-_PRICES = """\
-| region and class | 1,000 PUT or LIST | 1,000 GET or HEAD | DELETE | a GiB read | a GiB written |
-|---|---|---|---|---|---|"""
+from scripts.marks import ROOT, filled, table
 
 
 def page() -> str:
     """docs/metrics.md."""
-    prices = [f"| `{name}` | {_price(price)} |" for name, price in TABLE.items()]
+    head = ["region and class", "1,000 PUT or LIST", "1,000 GET or HEAD", "DELETE"]
+    head += ["a GiB read", "a GiB written"]
+    prices = table(head, [(f"`{name}`", *_price(price)) for name, price in TABLE.items()])
     parts = {
         "kv": _table(NAMESPACE, KV_METRICS),
         "tier": _tier(),
         "ec": _table(EC_NAMESPACE, EC_METRICS),
-        "prices": f"Prices of {AS_OF} (<{SOURCE}>):\n\n{_PRICES}\n" + "\n".join(prices),
+        "prices": f"Prices of {AS_OF} (<{SOURCE}>):\n\n{prices}",
     }
     return filled(ROOT / "docs" / "metrics.md", parts)
 
 
-def _table(namespace: str, table: Mapping[str, Metric]) -> str:
-    rows = [_metric(namespace + name, metric) for name, metric in table.items()]
-    return "\n".join(["| metric | labels | meaning |", "|---|---|---|", *rows])
+def _table(namespace: str, metrics: Mapping[str, Metric]) -> str:
+    rows = [_metric(namespace + name, metric) for name, metric in metrics.items()]
+    return table(("metric", "labels", "meaning"), rows)
 
 
 def _tier() -> str:
@@ -44,13 +42,13 @@ def _tier() -> str:
     )
 
 
-def _metric(name: str, metric: Metric) -> str:
+def _metric(name: str, metric: Metric) -> tuple[str, str, str]:
     suffix = "_total" if metric.kind == "counter" else ""
     labels = "; ".join(f"`{label}`: {', '.join(values)}" for label, values in metric.labels.items())
     kind = "" if metric.kind == "counter" else f" ({metric.kind})"
-    return f"| `{name}{suffix}`{kind} | {labels} | {metric.doc} |"
+    return f"`{name}{suffix}`{kind}", labels, metric.doc
 
 
-def _price(price: Prices) -> str:
+def _price(price: Prices) -> list[str]:
     each = (price.put, price.get, 0.0, price.retrieval, price.upload)
-    return " | ".join(f"${dollars:.6f}".rstrip("0").rstrip(".") for dollars in each)
+    return [f"${dollars:.6f}".rstrip("0").rstrip(".") for dollars in each]

@@ -14,25 +14,25 @@ import click
 from s3kv import config
 from s3kv.cli.app import cli
 from scripts import compatibility, costs, format_example, metrics, reference, results
-from scripts.marks import ROOT, filled
+from scripts.marks import ROOT, filled, table
 
 
 def configuration() -> str:
     """docs/configuration.md: every setting, in the order of `Config`."""
     meanings = reference.attribute_docs(config, "Config")
     rows = [_row(field, meanings[field.name]) for field in dataclasses.fields(config.Config)]
-    table = ["| setting | default | allowed | meaning |", "|---|---|---|---|", *rows]
-    return filled(ROOT / "docs" / "configuration.md", {"settings": "\n".join(table)})
+    settings = table(("setting", "default", "allowed", "meaning"), rows)
+    return filled(ROOT / "docs" / "configuration.md", {"settings": settings})
 
 
-def _row(field: dataclasses.Field[Any], meaning: str) -> str:
+def _row(field: dataclasses.Field[Any], meaning: str) -> tuple[str, ...]:
     if field.default is dataclasses.MISSING:
         default = "required"
     elif config.is_bytes(field.name):
         default = _binary(field.default)
     else:
         default = "–" if field.default is None else f"`{str(field.default).lower()}`"
-    return f"| `{field.name}` | {default} | {config.allowed(field.name)} | {meaning} |"
+    return f"`{field.name}`", default, config.allowed(field.name), meaning
 
 
 def _binary(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Write the tables of terraform/README.md from the module: `python scripts/render_terraform.py`.
+"""Write the tables of terraform/README.md from the module: `python -m scripts.render_terraform`.
 
 What stands between the marks is replaced. A test fails when it is not what this would write.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import hcl2
+
+from scripts.marks import table
 
 MODULE = Path(__file__).resolve().parent.parent / "terraform"
 BEGIN, END = "<!-- BEGIN_TF_DOCS -->", "<!-- END_TF_DOCS -->"
@@ -24,16 +26,15 @@ def readme(module: Path = MODULE) -> str:
 
 def tables(module: Path = MODULE) -> str:
     """Variables, outputs and resources of the module."""
-    lines = ["### Variables", "", "| variable | type | default | |", "|---|---|---|---|"]
-    lines += [_variable(name, told) for name, told in variables(module)]
-    lines += ["", "### Outputs", "", "| output | |", "|---|---|"]
-    lines += [f"| `{name}` | {_text(told['description'])} |" for name, told in outputs(module)]
-    lines += ["", "### Resources", ""]
-    kinds = sorted(
-        {_unquoted(kind) for block in _blocks(module, "resource") for kind in _keys(block)}
-    )
-    lines += [", ".join(f"`{kind}`" for kind in kinds)]
-    return "\n".join(lines) + "\n"
+    given = [_variable(name, told) for name, told in variables(module)]
+    found = [(f"`{name}`", _text(told["description"])) for name, told in outputs(module)]
+    kinds = {_unquoted(kind) for block in _blocks(module, "resource") for kind in _keys(block)}
+    parts = {
+        "Variables": table(("variable", "type", "default", ""), given),
+        "Outputs": table(("output", ""), found),
+        "Resources": ", ".join(f"`{kind}`" for kind in sorted(kinds)),
+    }
+    return "\n\n".join(f"### {name}\n\n{part}" for name, part in parts.items()) + "\n"
 
 
 def variables(module: Path = MODULE) -> list[tuple[str, dict[str, Any]]]:
@@ -64,10 +65,10 @@ def _keys(block: dict[str, Any]) -> list[str]:
     return [key for key in block if not key.startswith("__")]
 
 
-def _variable(name: str, told: dict[str, Any]) -> str:
+def _variable(name: str, told: dict[str, Any]) -> tuple[str, ...]:
     kind = re.sub(r"^\$\{(.*)\}$", r"\1", told["type"])
     default = f"`{_default(told['default'])}`" if "default" in told else "required"
-    return f"| `{name}` | `{kind}` | {default} | {_text(told['description'])} |"
+    return f"`{name}`", f"`{kind}`", default, _text(told["description"])
 
 
 def _default(value: Any) -> str:

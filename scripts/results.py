@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peers import defeats
 from benchmarks.simulation.fleet import OURS
-from scripts.marks import ROOT, filled, recorded
+from scripts.marks import ROOT, filled, recorded, table
 
 FAILED: dict[str, Any] = {"failed": []}
 """A pass that never was."""
@@ -16,7 +16,6 @@ STAND_INS = (
     "On this machine `lab/offloading_on_cpu.py` stands in for the streams, events and copy kernel "
     "of a GPU under `offloading-…`. Nothing stands in under `s3kv` and `lmcache`."
 )
-NOT_RECORDED = "Not measured yet."
 SERVERS = {"peers-shaped": "the shape of S3", "peers-weed": "SeaweedFS, without delay"}
 
 
@@ -41,7 +40,9 @@ def peers_page() -> str:
     """docs/peers-benchmark.md."""
     made = {path.stem for path in (ROOT / "benchmarks" / "results").glob("peers-*.json")}
     found = {n: recorded(f"{n}.json") if n in made else None for n in SERVERS}
-    parts = {name: _compared(result) if result else NOT_RECORDED for name, result in found.items()}
+    parts = {
+        name: _compared(result) if result else "Not measured yet." for name, result in found.items()
+    }
     lost = [line for name, result in found.items() if result for line in _lost(result, name)]
     return filled(ROOT / "docs" / "peers-benchmark.md", parts | {"peers-defeats": "\n".join(lost)})
 
@@ -58,16 +59,13 @@ def engine(result: dict[str, Any]) -> str:
         ("served from the engine's own cache", median["local"]),
         ("the same objects read by plain sockets, without an engine", median["raw"]),
     ]
-    return "\n".join(
-        [
+    times = [(name, f"{ms:,.0f} ms", _ratio(ms / median["none"])) for name, ms in rows]
+    return "\n\n".join(
+        (
             f"{result['machine']}; {result['prompts']}, one after another.",
-            "",
-            "| | median per request | relative to computing |",
-            "|---|---|---|",
-            *(f"| {name} | {ms:,.0f} ms | {_ratio(ms / median['none'])} |" for name, ms in rows),
-            "",
+            table(("", "median per request", "relative to computing"), times),
             _over_floor("A hit", median["warm"], median["local"], result["raw"]),
-        ]
+        )
     )
 
 
@@ -82,10 +80,9 @@ def gpu(result: dict[str, Any]) -> str:
     compiled = sum("compile" in engine for engine in engines)
     pictures = result["encoder_outputs"]
     loaded = pictures["arms"]["bucket"]["metrics"]["vllm:s3kv_ec_hits_total"]
-    lines = [
+    told = [
         f"{machine['gpu']}, driver {machine['driver']}, {machine['processor']}, {machine['link']}; "
         f"{named}.",
-        "",
         f"{tests['passed']} tests passed, {tests.get('failed', 0)} failed. {equal} of "
         f"{len(engines)} engines gave the same tokens from host memory and from the bucket as from "
         "their own cache, with hits of the same length and nothing left under way: models "
@@ -94,43 +91,40 @@ def gpu(result: dict[str, Any]) -> str:
         f"{'the same' if pictures['equal'] else 'other ones'}. In "
         f"{chunks['times']} rounds with chunks of {pieces} pieces {chunks['wrong_bytes']} bytes "
         f"were wrong. Tests that passed under compute-sanitizer: {result['memcheck']['passed']}.",
-        "",
-        "| | threads | cold, alone | cold, beside uploads | own cache | host memory | bucket |",
-        "|---|---|---|---|---|---|---|",
     ]
-    order = sorted(result["times"], key=lambda t: ("none", "tier", "connector").index(t["front"]))
-    for told in order:
-        none = told["front"] == "none"
+    rows = []
+    for times in result["times"]:
+        none = times["front"] == "none"
         tiers = ("cold" if none else "alone", "" if none else "cold", "engine", "host", "bucket")
-        cells = [_median_ms(told["ttft_ms"].get(tier)) for tier in tiers]
-        threads = "–" if none else told["network_threads"]
-        lines.append(f"| {told['front']} | {threads} | {' | '.join(cells)} |")
-    lines += ["", "| | fetched, GB/s | sockets, GB/s | bus, GB/s |", "|---|---|---|---|"]
-    for threads, part in result["network_threads"]["parts"].items():
-        rates = " | ".join(f"{part['gb_per_s'][name]:.3g}" for name in ("fetch", "network", "bus"))
-        lines.append(f"| {threads} thread{'s' * (threads != '1')} | {rates} |")
-    lines += ["", *_copies(result["copies"]["parts"])]
-    return "\n".join(lines)
-
-
-def _copies(parts: dict[str, Any]) -> list[str]:
-    lines = [
-        "| blocks of 16 tokens | pieces | saved | loaded | one large copy |",
-        "|---|---|---|---|---|",
+        found = [times["ttft_ms"].get(tier) for tier in tiers]
+        cells = [f"{statistics.median(ms):,.0f} ms" if ms else "–" for ms in found]
+        rows.append([times["front"], "–" if none else times["network_threads"], *cells])
+    rows.sort(key=lambda row: ("none", "tier", "connector").index(row[0]))
+    places = ("own cache", "host memory", "bucket")
+    told.append(table(("", "threads", "cold, alone", "cold, beside uploads", *places), rows))
+    rows = [
+        [
+            f"{threads} thread{'s' * (threads != '1')}",
+            *(f"{part['gb_per_s'][name]:.3g}" for name in ("fetch", "network", "bus")),
+        ]
+        for threads, part in result["network_threads"]["parts"].items()
     ]
+    told.append(table(("", "fetched, GB/s", "sockets, GB/s", "bus, GB/s"), rows))
+    return "\n\n".join([*told, _copies(result["copies"]["parts"])])
+
+
+def _copies(parts: dict[str, Any]) -> str:
+    rows = []
     for name, part in parts.items():
         if not name.startswith("throughput"):
             continue
         model = name.removeprefix("throughput, ").removesuffix(", 16 tokens")
         # Of the time when there was another way, a result has figures of both.
         rates = part.get("gather", part)["gb_per_s"]
-        told = " | ".join(f"{rates[name]:.3g}" for name in ("saved", "loaded", "large_in"))
-        lines.append(f"| {model} | {part['longest_run_bytes'] / 1024:g} KiB | {told} GB/s |")
-    return lines
-
-
-def _median_ms(found: list[float] | None) -> str:
-    return f"{statistics.median(found):,.0f} ms" if found else "–"
+        saved, loaded, large = (f"{rates[name]:.3g}" for name in ("saved", "loaded", "large_in"))
+        pieces = f"{part['longest_run_bytes'] / 1024:g} KiB"
+        rows.append((model, pieces, saved, loaded, f"{large} GB/s"))
+    return table(("blocks of 16 tokens", "pieces", "saved", "loaded", "one large copy"), rows)
 
 
 def _over_floor(hit: str, warm_ms: float, local_ms: float, raw: dict[str, Any]) -> str:
@@ -180,97 +174,87 @@ def planner(result: dict[str, Any]) -> str:
     }
     measured = result["measured"]
     chunks = f"{result['chunks_per_prompt']:,}"
-    return "\n".join(
-        [
+    return "\n\n".join(
+        (
             f"Prompts of {chunks} chunks; {result['chunks_known']:,} chunks known.",
-            "",
-            "| | µs |",
-            "|---|---|",
-            *(f"| {said} | {measured[name]:,.1f} |" for name, said in names.items()),
-            "",
+            table(("", "µs"), [(said, f"{measured[name]:,.1f}") for name, said in names.items()]),
             "In virtual time, prompts of 12 chunks of 43 ms each of which the bucket has nothing "
             f"wait {measured['cold_wait_mean_ms']:.1f} ms for its answers, the first "
             f"{measured['cold_wait_first_ms']:.1f} ms (first bytes of 30 ms, with a tail; nothing "
             "else to compute).",
-        ]
+        )
     )
 
 
 def compressed(result: dict[str, Any]) -> str:
     """Hits and cold prompts of an engine with compressed objects, by the rate of the link."""
-    lines = [
-        f"{result['machine']}; {result['prompts']}. Medians; cold prompts relative to `off`.",
-        "",
-        "| link | hit, `off` | hit, `on` | hit, `auto` | `on` to `off` | `auto` to the better "
-        "| cold, `on` | cold, `auto` |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    about = f"{result['machine']}; {result['prompts']}. Medians; cold prompts relative to `off`."
+    head = ["link", *(f"hit, `{mode}`" for mode in ("off", "on", "auto")), "`on` to `off`"]
+    head += ["`auto` to the better", "cold, `on`", "cold, `auto`"]
+    rows = []
     for link, told in result["links_mb_s"].items():
         ms = told["median_ms"]
         rates = f"{link} MB/s" if link != "0" else "no limit"
         hits = (f"{ms[f'warm-{mode}']:.0f} ms" for mode in ("off", "on", "auto"))
         names = ("warm_on_over_off", "warm_auto_over_best", "cold_on_over_off")
         ratios = (f"{told[name]:.2f}" for name in (*names, "cold_auto_over_off"))
-        lines.append(f"| {' | '.join((rates, *hits, *ratios))} |")
-    return "\n".join(lines)
+        rows.append((rates, *hits, *ratios))
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def compression(result: dict[str, Any]) -> str:
     """Compressed objects by kind of content."""
-    lines = [
+    told = [
         f"{result['machine']}; Blosc2 {result['blosc2']}; chunks: {result['chunks']}. GB/s of "
         f"plain bytes on one core; a copy of a chunk runs at {result['memcpy_gb_per_s']:.0f} GB/s "
-        "there, in the processor's cache.",
-        "",
-        "| | compressed, of plain | entropy | encoded, GB/s | decoded, GB/s |",
-        "|---|---|---|---|---|",
+        "there, in the processor's cache."
     ]
-    lines += [f"| {name} | {_coded(row)} |" for name, row in result["kinds"].items()]
-    missing = ", ".join(result["left_out"])
-    return "\n".join([*lines, *(["", f"Not measured: {missing}."] if missing else [])])
+    head = ("", "compressed, of plain", "entropy", "encoded, GB/s", "decoded, GB/s")
+    told.append(table(head, [(name, *_coded(row)) for name, row in result["kinds"].items()]))
+    if missing := ", ".join(result["left_out"]):
+        told.append(f"Not measured: {missing}.")
+    return "\n\n".join(told)
 
 
-def _coded(row: dict[str, float | None]) -> str:
+def _coded(row: dict[str, float | None]) -> list[str]:
     """The cells of a codec: shares, and speeds."""
-    return " | ".join(
+    return [
         "–" if value is None else f"{value:.2f}" if "gb_per_s" in name else f"{value:.3f}"
         for name, value in row.items()
-    )
+    ]
 
 
 def trace(result: dict[str, Any]) -> str:
-    lines = [
+    about = (
         f"{result['trace']['requests']:,} requests on {result['setup']['engines']} engines, "
         f"{result['setup']['kib_per_token']:g} KiB of KV per token, "
         f"{result['setup']['prefill_tokens_per_s']:,.0f} tokens per second in prefill. Per cent of "
-        "prompt tokens by source.",
-        "",
-        "| host memory per engine | device | host | bucket | computed | median TTFT |",
-        "|---|---|---|---|---|---|",
-    ]
+        "prompt tokens by source."
+    )
+    rows = []
     for run in result["runs"]:
         if run["policy"] == OURS and not run["bucket_gib"]:
             continue
         share = run["percent"]
         memory = f"{run['host_gib']:g} GiB" if run["host_gib"] else f"– ({run['policy']})"
-        places = " | ".join(f"{share[k]:.1f}" for k in ("gpu", "host", "bucket", "computed"))
-        lines.append(f"| {memory} | {places} | {run['ttft_ms']['p50'] / 1e3:.1f} s |")
-    return "\n".join(lines)
+        places = [f"{share[k]:.1f}" for k in ("gpu", "host", "bucket", "computed")]
+        rows.append((memory, *places, f"{run['ttft_ms']['p50'] / 1e3:.1f} s"))
+    head = ("host memory per engine", "device", "host", "bucket", "computed", "median TTFT")
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def disk(result: dict[str, Any]) -> str:
     """A disk in front of the bucket, against none."""
     runs = [run for run in result["runs"] if run["policy"] == OURS]
     none = next(run for run in runs if not run["disk_gib"])
-    lines = [
+    about = (
         f"{none['host_gib']:g} GiB of host memory per engine, "
         f"{none['bucket_gib']:,.0f} GiB in the bucket. Per cent of prompt tokens by source; GETs "
-        "and dollars relative to no disk.",
-        "",
-        "| engines per disk | disk | written | host | disk | bucket | median TTFT "
-        "| GETs spared in the hour | net, $ a month | written a day and disk | per byte read |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+        "and dollars relative to no disk."
+    )
+    head = ["engines per disk", "disk", "written", "host", "disk", "bucket", "median TTFT"]
+    head += ["GETs spared in the hour", "net, $ a month", "written a day and disk", "per byte read"]
+    rows = []
     for run in runs:
         share, told = run["percent"], run["disk"]
         cells = [
@@ -284,8 +268,8 @@ def disk(result: dict[str, Any]) -> str:
         ]
         if not run["disk_gib"]:
             cells[:3], cells[7:] = ("–", "none", "–"), "–" * 4
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def disk_files(result: dict[str, Any]) -> str:
@@ -311,7 +295,7 @@ def _compared(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [f"{result['machine']}; {versions}; rounds: {result['rounds']}."]
     for model, told in result["models"].items():
-        lines += ["", f"**Model `{model}`**: {told['prompts']}. One user:", "", *_one_user(told)]
+        lines += ["", f"**Model `{model}`**: {told['prompts']}. One user:", "", _one_user(told)]
         lines += [*_other_cases(told["cases"]), *_remarks(told)]
     lines += ["", STAND_INS]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
@@ -329,32 +313,28 @@ def _compared(result: dict[str, Any]) -> str:
 def _lost(result: dict[str, Any], server: str = "") -> list[str]:
     """A table of the figures in which another connector is better. server: a key of `SERVERS`."""
     on = f"On {SERVERS[server]}" if server else "Here"
-    rows = [f"| {' | '.join(row.values())} |" for row in defeats.of(result["models"])]
+    rows = [list(row.values()) for row in defeats.of(result["models"])]
     if not rows:
         return [f"{on}, no other connector is better in any figure.", ""]
-    head = ["| where | figure | better | s3kv | reason |", "|---|---|---|---|---|"]
-    return [f"{on}, another connector is better than s3kv in these figures:", "", *head, *rows, ""]
+    lost = table(("where", "figure", "better", "s3kv", "reason"), rows)
+    return [f"{on}, another connector is better than s3kv in these figures:", "", lost, ""]
 
 
-def _one_user(told: dict[str, Any]) -> list[str]:
+def _one_user(told: dict[str, Any]) -> str:
     """A table of cold and warm passes."""
     passes = told["cases"].get("one user", {})
     if not passes:
-        return []
+        return ""
     none = passes["none"]
-    head = ("cold, saving", "CPU time", "all saved", "warm", "relative to local", "fastest")
-    lines = [
-        f"| | {' | '.join((*head, 'slowest', 'CPU time'))} |",
-        "|---|---|---|---|---|---|---|---|---|",
-        f"| no connector | {_pass(none['computed'])} | – | {_warm(none['local'], none)} |",
-    ]
+    head = ("", "cold, saving", "CPU time", "all saved", "warm", "relative to local", "fastest")
+    rows = [("no connector", *_pass(none["computed"]), "–", *_warm(none["local"], none))]
     for name, states in passes.items():
         if name != "none":
             seconds = told["saved"].get(name, {"seconds": []})["seconds"]
             late = f"{max(seconds):.1f} s" if seconds else "–"
             warm = _warm(states.get("warm", FAILED), none)
-            lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
-    return lines
+            rows.append((f"`{name}`", *_pass(states["cold"]), late, *warm))
+    return table((*head, "slowest", "CPU time"), rows)
 
 
 def _other_cases(cases: dict[str, Any]) -> list[str]:
@@ -369,17 +349,16 @@ def _other_cases(cases: dict[str, Any]) -> list[str]:
         return []
     own = {"cold": "computed", "warm": "local"}
     names = list(dict.fromkeys(name for case, _ in columns for name in cases[case]))
-    lines = ["", "Other cases, the median and the slowest request:", ""]
-    lines.append(f"| | {' | '.join(f'{case}, {state}' for case, state in columns)} |")
-    lines.append("|---" * (len(columns) + 1) + "|")
+    rows = []
     for name in names:
         states = own if name == "none" else {"cold": "cold", "warm": "warm"}
         cells = [
             _cell(cases[case].get(name, {}).get(states[state], FAILED)) for case, state in columns
         ]
         title = "no connector" if name == "none" else f"`{name}`"
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return lines
+        rows.append((title, *cells))
+    others = table(("", *(f"{case}, {state}" for case, state in columns)), rows)
+    return ["", "Other cases, the median and the slowest request:", "", others]
 
 
 def _cell(told: dict[str, Any]) -> str:
@@ -411,23 +390,23 @@ def _remarks(told: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _pass(told: dict[str, Any]) -> str:
+def _pass(told: dict[str, Any]) -> tuple[str, ...]:
     """The cells of a cold pass: median, processor time."""
     if "failed" in told:
-        return "not timed | –"
-    return f"{told['median_ms']:,.0f} ms | {told['cpu_ms_per_prompt']:,.0f} ms"
+        return "not timed", "–"
+    return f"{told['median_ms']:,.0f} ms", f"{told['cpu_ms_per_prompt']:,.0f} ms"
 
 
-def _warm(told: dict[str, Any], none: dict[str, Any]) -> str:
+def _warm(told: dict[str, Any], none: dict[str, Any]) -> tuple[str, ...]:
     """The cells of a warm pass: median, over the engine's own cache, range, processor time."""
     if "failed" in told:
-        return "not timed | – | – | – | –"
+        return "not timed", "–", "–", "–", "–"
     ratio = _ratio(told["median_ms"] / none["local"]["median_ms"])
     median, *others = (
         f"{told[name]:,.0f} ms"
         for name in ("median_ms", "fastest_ms", "slowest_ms", "cpu_ms_per_prompt")
     )
-    return " | ".join([median, ratio, *others])
+    return median, ratio, *others
 
 
 def _ratio(value: float) -> str:

@@ -19,13 +19,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("s3kv/config.py", "s3kv/metrics.py", "s3kv/prices.py", "s3kv/cli/*", "vllm_s3kv.py"),
         "lab/prometheus.py",
     ),
-    "tests/system/infra": ("terraform/*", "deploy/*", "scripts/render_terraform.py", "lab/s3.py"),
+    "tests/system/infra": ("terraform/*", "deploy/*", "scripts/*", "lab/s3.py"),
     "tests/system/site": ("docs/*", "mkdocs.yml", "*.md", "scripts/*"),
     "tests/repository/test_installation.py": ("README.md", "docs/*", "s3kv/cli/*", "vllm_s3kv.py"),
     "tests/benchmarks/test_expiry.py": (
         *("benchmarks/*", "s3kv/host/*", "s3kv/planning/*", "s3kv/upkeep/*", "s3kv/prices.py"),
     ),
-    "tests/benchmarks/test_short.py": ("benchmarks/*", "lab/*"),
     "tests/scripts/gpu/test_commands.py": (
         *("scripts/gpu/*", "scripts/install_engine.sh", "s3kv/device/*", "benchmarks/gpu*"),
         *("tests/gpu/*", "tests/unit/device/*"),

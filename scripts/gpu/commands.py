@@ -109,23 +109,11 @@ SECOND: tuple[Stage, ...] = (
     (_engine("none", "llama-8b", "2", 70),),
     (_engine("files", "llama-8b", "2", 100),),
     (_benchmark("path", "gpu_path", 60, "--seconds", "30", "--rounds", "5"),),
-    (_benchmark("beside a busy thread", "gpu_busy", 50, "--seconds", "25"),),
 )
 
-THIRD: tuple[Stage, ...] = (
-    *(
-        (_engine("connector", "fatter", "2", 120, "--link", LINK_MB_S, "--set", setting),)
-        for setting in ("compress=off", "compress=on", "encryption=aes-gcm")
-    ),
-    (
-        Part(
-            "pages",
-            ("-m", "benchmarks.pages", "8", "3", "gpu"),
-            rehearsal=("-m", "benchmarks.pages", "0.0625", "1"),
-            timeout_s=140,
-            stdout="gpu-pages.json",
-        ),
-    ),
+THIRD: tuple[Stage, ...] = tuple(
+    (_engine("connector", "fatter", "2", 120, "--link", LINK_MB_S, "--set", setting),)
+    for setting in ("compress=off", "compress=on", "encryption=aes-gcm")
 )
 
 COMMANDS = {"first": FIRST, "second": SECOND, "third": THIRD}

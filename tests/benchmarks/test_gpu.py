@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_busy, gpu_copies, gpu_path
+from benchmarks import gpu_copies, gpu_path
 from benchmarks.gpu import drag, machine, shapes
 
 CPU = ["--device", "cpu", "--rounds", "1"]
@@ -58,20 +58,6 @@ def test_the_path_from_a_bucket_is_measured(tmp_path: Path) -> None:
     assert set(part["gb_per_s"]) == {"network", "bus", "fetch", "path"}
     assert all(part["gb_per_s"].values())
     assert part["saved_gb_per_s"] > 0
-
-
-def test_copies_beside_a_busy_thread_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_busy, "QUEUED", 4)
-    result = measured(gpu_busy, tmp_path / "busy.json")
-    assert result["left_out"] == []
-    parts = result["parts"]
-    assert parts["fence"]["queued"] == 4
-    assert parts["fence"]["behind_ms"]["least"] <= parts["fence"]["all_ms"]["most"]
-    assert set(parts["launch"]) == {"alone_us", "beside_busy_us"}
-    assert all(each["rounds_per_s"]["median"] for each in parts["thread"].values())
-    assert parts["thread"]["none"]["slower"] == 0
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,16 +17,16 @@ from tests.project import ROOT
 def test_results_failures_and_what_is_left_out_are_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails = report.Program("pages", quick=("no-number",))
+    fails = report.Program("engine", quick=("--no-such-option",))
     monkeypatch.setattr(report, "PROGRAMS", (report.Program("planner", quick=()), fails))
     with pytest.raises(SystemExit):
         report.main(["--out", str(tmp_path), "trace"])
     assert report.main(["--quick", "--out", str(tmp_path)]) == 1
     page = (tmp_path / "index.md").read_text()
     assert "arrival_nothing_known" in page or "a repeated lookup" in page
-    assert "**failed with 1**" in page
+    assert "**failed with 2**" in page
     assert (tmp_path / "planner.json").exists()
-    assert not (tmp_path / "pages.json").exists()
+    assert not (tmp_path / "engine.json").exists()
 
 
 def test_a_benchmark_on_a_trace_is_left_out_without_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.system.infra.terraform import MODULE
 
 def test_the_tables_are_current() -> None:
     written = (MODULE / "README.md").read_text()
-    assert written == render_terraform.readme(MODULE), "run: python scripts/render_terraform.py"
+    assert written == render_terraform.readme(MODULE), "run: python -m scripts.render_terraform"
 
 
 @pytest.mark.parametrize(
