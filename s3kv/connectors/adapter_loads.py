@@ -111,8 +111,6 @@ class AdapterLoads:
             )
         _observers.add(self)
 
-    # --- a step ----------------------------------------------------------------------------
-
     def begin(self, step: AdapterStep) -> None:
         self._step = step
 
@@ -130,8 +128,6 @@ class AdapterLoads:
         known = {number: self._by_id[number] for number in loaded if number in self._by_id}
         certain = {n: a for n, (key, a) in known.items() if self._contents[key] == a.digest}
         return AdapterReport(self._step.number, certain)
-
-    # --- a load ----------------------------------------------------------------------------
 
     def serves(self, manager: Any) -> bool:
         return getattr(manager, "lora_config", None) is self._lora_config

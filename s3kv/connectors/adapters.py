@@ -60,8 +60,6 @@ class KnownAdapters:
         self._spoiled: set[str] = set()
         self._logged: set[str] = set()
 
-    # --- steps -----------------------------------------------------------------------------
-
     def next_step(self) -> AdapterStep:
         """Number a step that is being planned. Returns this and the last reported number."""
         self._step = AdapterStep(self._step.number + 1, self._step.reported)
@@ -79,8 +77,6 @@ class KnownAdapters:
                 use.believed = None
                 outdated.append(request_id)
         return outdated
-
-    # --- requests --------------------------------------------------------------------------
 
     def arrived(self, request_id: str, adapter: LoRARequest, now_s: float) -> bytes | None:
         """Note a new request. Returns the digest from which to derive its hashes, as known now;

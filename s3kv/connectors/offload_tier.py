@@ -150,8 +150,6 @@ class S3Tier(Guarded, SecondaryTierManager):
         )
         logger.log(*line)
 
-    # --- lookups and requests --------------------------------------------------------------
-
     @guarded(default=RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._now_s = time.monotonic()
@@ -194,8 +192,6 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._cancel()
         self._tier.client.flush()
         self._telemetry.log(self.planner, now_s)
-
-    # --- transfers -------------------------------------------------------------------------
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._open.add(job_metadata.job_id)
@@ -274,8 +270,6 @@ class S3Tier(Guarded, SecondaryTierManager):
     def _cancel(self) -> None:
         for job_id in self.planner.transfers.take_cancels():
             self._tier.client.cancel(job_id)
-
-    # --- events, metrics and the log -------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         changes, self.planner.changes = self.planner.changes, []

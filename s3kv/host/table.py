@@ -272,8 +272,6 @@ class Table:
         pinned = sum(self._pinned)
         return TableStatistics(self._room.unit_bytes, free, reserved, clean, dirty, pinned)
 
-    # ---- inside
-
     def _next(self, entry: Entry, event: str) -> EntryState:
         """The state `event` leads to. Raises if it is illegal."""
         state = TRANSITIONS[event].get(entry.state)

@@ -49,8 +49,6 @@ class BlockTable:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Idle blocks, the longest idle first."""
 
-    # --- questions
-
     def find(self, key: ChunkKey) -> int | None:
         """The block that holds `key`; None if there is none."""
         return self._named.get(key)
@@ -59,8 +57,6 @@ class BlockTable:
         """The name of a block; None if it has none. Raises `BlockError` for a block that is not in
         the table."""
         return self._block(number).key
-
-    # --- events
 
     def take(self, *, pinned: bool = False) -> int | None:
         """Take a block to fill, without a name: held once for the caller, or pinned once for a
@@ -129,8 +125,6 @@ class BlockTable:
         self._pinned(number).pins -= 1
         self._settle(number)
 
-    # --- inside
-
     def _settle(self, number: int) -> None:
         block = self._blocks[number]
         if block.in_use:
@@ -141,10 +135,9 @@ class BlockTable:
             self._idle[number] = None
 
     def _block(self, number: int) -> _Block:
-        block = self._blocks.get(number)
-        if block is None:
+        if number not in self._blocks:
             raise BlockError(f"block {number} was not given to this store")
-        return block
+        return self._blocks[number]
 
     def _held(self, number: int) -> _Block:
         block = self._block(number)

@@ -93,8 +93,6 @@ class BlockTiers:
             await asyncio.wait(self._waiting_puts)
         return await self.host.flush()
 
-    # --- to host memory --------------------------------------------------------------------
-
     def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
         """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
         memory."""
@@ -124,8 +122,6 @@ class BlockTiers:
         self.host.pump.start(saved)
         self.host.pump.wake()
         return saved
-
-    # --- from host memory ------------------------------------------------------------------
 
     async def _get(self, key: ChunkKey, into: Tensors, beside: Beside) -> bool:
         slot = await self.host.pinned(key)

@@ -89,8 +89,6 @@ class DeviceBlocks:
     def holds(self, key: ChunkKey) -> bool:
         return self._table.find(key) is not None
 
-    # --- blocks ----------------------------------------------------------------------------
-
     def acquire(self, key: ChunkKey, stream: CallerStream) -> int | None:
         """Hold the block with `key` once more; work launched next on `stream` may read it."""
         number = self._table.find(key)
@@ -124,8 +122,6 @@ class DeviceBlocks:
         self._table.release(number)
         uses = [use for use in self._used.get(number, ()) if not has_passed(use)]
         self._used[number] = [*uses, mark(stream)]
-
-    # --- bytes -----------------------------------------------------------------------------
 
     def save(
         self,
@@ -177,8 +173,6 @@ class DeviceBlocks:
         """Close the copies (`BlockCopies.close`), none of which may be under way. May block.
         Idempotent."""
         self._copies.close()
-
-    # --- inside ----------------------------------------------------------------------------
 
     def _uses(self, number: int) -> list[Mark]:
         """Marks that have to pass before this vacated block is written."""

@@ -74,8 +74,6 @@ class HostTier:
         """Whether `key` is in host memory."""
         return self.ledger.state(key) is ChunkState.RESIDENT
 
-    # --- to host memory --------------------------------------------------------------------
-
     async def put_by(
         self, key: ChunkKey, fill: Callable[[Job], Awaitable[bool]], *, wait: bool = False
     ) -> bool:
@@ -139,8 +137,6 @@ class HostTier:
         if self.ledger.unsaved.wanted or self.ledger.index.due:  # now, as `due` holds only a few
             self._start_due()
 
-    # --- from host memory ------------------------------------------------------------------
-
     async def pinned(self, key: ChunkKey) -> Entry | None:
         """Pin `key` in host memory until `unpin`, and return its entry; None on a miss. Fetches the
         object from the bucket if host memory does not have it."""
@@ -184,8 +180,6 @@ class HostTier:
             self.pump.submit(job.for_bucket())
         return job
 
-    # --- the end ---------------------------------------------------------------------------
-
     async def flush(self) -> tuple[bytes, ...]:
         """Wait until no upload of an earlier put is under way or waits for its next attempt, and
         no answer is awaited whether the bucket still has a used key. Returns the hashes that the
@@ -221,8 +215,6 @@ class HostTier:
                 "s3kv: closed with %d blocks that the bucket does not have", len(self._owed)
             )
             self._owed.clear()
-
-    # --- inside ----------------------------------------------------------------------------
 
     async def _settled(self, key: ChunkKey) -> bool:
         """Wait while `key` is on its way to host memory. Returns whether it has arrived."""

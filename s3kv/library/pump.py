@@ -110,8 +110,6 @@ class Pump:
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    # --- calls -----------------------------------------------------------------------------
-
     @property
     def is_closing(self) -> bool:
         return self._closing is not None
@@ -138,8 +136,6 @@ class Pump:
         work.add_done_callback(self._underway.discard)
         return work
 
-    # --- jobs ------------------------------------------------------------------------------
-
     def submit(self, job: BucketJob) -> None:
         """Submit a job as `IoClient.submit` does, and send it at once."""
         if job.kind is JobKind.FETCH:
@@ -161,8 +157,6 @@ class Pump:
     async def next_end(self) -> None:
         """Wait for the next `announce`."""
         await self._ended.wait()
-
-    # --- the end ---------------------------------------------------------------------------
 
     def before_slab(self, close: Callable[[], object]) -> None:
         """Make the pump's `close` call this `close`, in a thread, before it closes the slab."""

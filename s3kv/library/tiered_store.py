@@ -116,8 +116,6 @@ class TieredStore:
 
         return Opening(opened())
 
-    # --- the tiers -------------------------------------------------------------------------
-
     async def put(
         self, block_hash: bytes, tensors: Mapping[str, torch.Tensor], *, wait: bool = False
     ) -> bool:
@@ -163,8 +161,6 @@ class TieredStore:
         bucket = host.ledger.index.verdict(key, time.monotonic())
         return Location(device=on_device, host=host.holds(key), bucket=bucket)
 
-    # --- blocks of the pool ----------------------------------------------------------------
-
     async def acquire(self, block_hash: bytes) -> int | None:
         """The number of the pool's block that holds this hash. The block is loaded from another
         tier if necessary. It is held for the caller, and not written to, until `release`.
@@ -202,8 +198,6 @@ class TieredStore:
         prefix before its beginning. Raises `ValueError` for a block that is not held."""
         self._pool().release(block, self._tiers.stream())
 
-    # --- the store itself ------------------------------------------------------------------
-
     @property
     def counters(self) -> Mapping[str, int]:
         """Counts of events so far, by the names of the metrics. Can be read after `close`, too."""
@@ -235,8 +229,6 @@ class TieredStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    # --- inside ----------------------------------------------------------------------------
 
     def _key(self, block_hash: bytes) -> ChunkKey:
         self._host.pump.check_open()

@@ -273,8 +273,6 @@ class OffloadPlanner:
         self.transfers.cancels += request.fetching.values()
         self._slow.update(dict.fromkeys(request.fetching, now_s + self._max_wait_s))
 
-    # --- transfers and the ends of their jobs ----------------------------------------------
-
     def load(
         self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
     ) -> list[BucketJob]:

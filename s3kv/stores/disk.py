@@ -110,8 +110,6 @@ class Directory:
         """Length of the file of an object of `nbytes`."""
         return nbytes
 
-    # --- objects -----------------------------------------------------------------------------
-
     def read(self, key: str, place: Place, is_over: IsOver, lock: Lock = NO_LOCK) -> int | None:
         """Read an object into the front of `place`, and note its use. Returns its length, which may
         exceed the place; None if there is no such file, or `is_over`. Nothing writes to `place`
@@ -173,8 +171,6 @@ class Directory:
             return 0
         self._add(-nbytes)
         return nbytes
-
-    # --- room --------------------------------------------------------------------------------
 
     def used_bytes(self) -> int | None:
         """The bytes of all files, with those reserved for writers; None before the first scan.

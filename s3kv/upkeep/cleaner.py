@@ -135,8 +135,6 @@ class Cleaner:
             await self._sweep()
         return min(RENEW_S, max(0.0, self._next_sweep_s - self.clock()))
 
-    # --- the lease -------------------------------------------------------------------------
-
     async def _hold(self) -> bool:
         """Renew the lease, or take it if it is free. Returns whether this process holds it."""
         info, lease = await self._read()
@@ -178,8 +176,6 @@ class Cleaner:
     def _tell(self, lease: Lease | None) -> None:
         after_s = None if lease is None else lease.refresh_after_s
         self.on_refresh_after(after_s or math.inf)  # anybody may have written 0
-
-    # --- the sweep -------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
         """Sweep once, and set the time of the next sweep. Raises `LeaseLost` and `StoreError`."""

@@ -220,8 +220,6 @@ class RankWorker:
         """Jobs not ended yet. For tests."""
         return len(self._saves) + len(self._jobs)
 
-    # --- inside ----------------------------------------------------------------------------
-
     def _start(self, job: BucketJob) -> None:
         if self._uploads or job.kind is JobKind.FETCH:
             self._jobs.add(job.job_id)

@@ -140,8 +140,6 @@ class Engine:
         self._ahead = int(config.scheduler_config.async_scheduling)
         self._prefixes: Prefixes = Prefixes() if before is None else before._prefixes
 
-    # --- requests --------------------------------------------------------------------------
-
     def add(self, prompt: list[int], *, new_tokens: int = 1, priority: int = 0) -> str:
         """A new request. Alone it fits."""
         assert len(prompt) + new_tokens <= self._blocks * BLOCK
@@ -161,8 +159,6 @@ class Engine:
     def unfinished(self) -> list[str]:
         requests = self.scheduler.requests.values()
         return [r.request_id for r in requests if not RequestStatus.is_finished(r.status)]
-
-    # --- steps -----------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Step until every request has ended. Raises `Parked` if that never happens."""
@@ -275,8 +271,6 @@ class Engine:
         places = {name: place for place, name in enumerate(names)}
         sampled = [[SAMPLED] if name in sampling else [] for name in names]
         self.scheduler.update_from_output(output, self._merged(names, places, sampled))
-
-    # --- afterwards ------------------------------------------------------------------------
 
     @property
     def side(self) -> kv_scheduler.SchedulerSide:

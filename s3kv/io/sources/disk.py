@@ -119,8 +119,6 @@ class DiskSource:
         """Count the files, which no job waits for. Nothing is written until they are counted."""
         self._begin(self._clean())
 
-    # --- a source ----------------------------------------------------------------------------
-
     async def fetch(self, job: TransferJob) -> JobEnd | None:
         """Fetch and verify, for `Source.fetch`. A failure of the disk is no failure of the job."""
         if now_s() < self._off_until_s["reading"]:
@@ -179,8 +177,6 @@ class DiskSource:
                 over.set()
             reading.cancel()
 
-    # --- a copy ------------------------------------------------------------------------------
-
     async def keep(self, job: TransferJob, nbytes: int) -> None:
         """Copy the first `nbytes` of the job's place, a whole object, to be written to the disk.
         The place is not read after this has ended."""
@@ -237,8 +233,6 @@ class DiskSource:
             said = "%s files in %s failed (%s): no %s there for %.0f s"
             _log.warning(said, what, self._directory.path, why, what, OFF_S)
         self._off_until_s[what] = now_s() + OFF_S
-
-    # --- tasks -------------------------------------------------------------------------------
 
     def _begin(self, work: Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)

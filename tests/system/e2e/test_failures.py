@@ -62,9 +62,6 @@ def expected(tiny: Path, reference: References) -> list[Answer]:
     return reference(tiny, PROMPTS, dtype="float32")
 
 
-# ------------------------------------------------------------------------------ at the start
-
-
 def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) -> None:
     weed.client().create_bucket(Bucket="kv-cache")
     wrong = {**weed.env, "AWS_SECRET_ACCESS_KEY": "wrong"}
@@ -77,9 +74,6 @@ def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) 
     said = next(line for line in lines if "s3kv: bucket" in line)
     for word in ("kv-cache", str(weed.url), "403", "AWS_SECRET_ACCESS_KEY"):
         assert word in said
-
-
-# ------------------------------------------------------------------------------ while serving
 
 
 def test_permissions_that_allow_nothing(rig: Rig, expected: list[Answer]) -> None:
@@ -110,9 +104,6 @@ def test_permissions_that_allow_nothing(rig: Rig, expected: list[Answer]) -> Non
         assert store.url in line
         assert "403" in line
     assert any("without s3:ListBucket" in line for line in said)
-
-
-# ------------------------------------------------------------------------- the I/O process
 
 
 @pytest.mark.core

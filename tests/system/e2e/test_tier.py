@@ -151,8 +151,6 @@ def test_a_canonical_layout_is_read_by_another_number_of_ranks(
     assert cached(answers) == [HIT] * 2
 
 
-# ------------------------------------------------------------------------------ what breaks
-
 MANY = models.prompts(6, 4 * 128 + 40, seed=84)
 
 

@@ -161,8 +161,6 @@ class Life:
         pace = Pace(fetches_at_once=8)
         return KVPlanner(ledger, pace, settings)
 
-    # --- time ------------------------------------------------------------------------------
-
     def later(self) -> None:
         """For the planner a minute passes: breakers half-open, verdicts expire, retries are due."""
         self._ahead_s += 61.0
@@ -170,8 +168,6 @@ class Life:
     @property
     def _now_s(self) -> float:
         return time.monotonic() + self._ahead_s
-
-    # --- the engine ------------------------------------------------------------------------
 
     def step(self, *scheduled: ScheduledRequest) -> None:
         plan = self.planner.plan(scheduled, self._now_s)

@@ -125,9 +125,6 @@ def test_nothing_is_wrong_when_writers_are_killed(tmp_path: Path) -> None:
         assert Path(file.path).read_bytes() == content(number)
 
 
-# ---- a disk under the I/O process
-
-
 ROOMY, READ_ONLY = "size=1m", "remount,ro"
 FULL = f"remount,size={3 * rig.FORMAT.object_bytes}"
 

@@ -99,8 +99,6 @@ class DiskFleet(Fleet):
     def happenings(self) -> list[Happening]:
         return [*super().happenings(), *MORE]
 
-    # --- what happens to disks ---------------------------------------------------------------
-
     def change_condition(self, node: Node) -> None:
         if node.disk is not None and not node.disk.is_sound:
             conditions, weights = zip(*memory_disk.CONDITIONS, strict=True)
@@ -129,8 +127,6 @@ class DiskFleet(Fleet):
     def spoil_folder(self, node: Node) -> None:
         if node.disk is not None and not node.disk.is_sound:
             node.disk.bad_folders.add(f"{ROOT}/v3")
-
-    # --- at the end --------------------------------------------------------------------------
 
     def clear_up(self) -> None:
         for disk in self.disks:

@@ -89,8 +89,6 @@ class VirtualLoop(Loop):
                 handle._run()
         raise AssertionError(f"at {self._now_s} s the loop runs and runs, and no time passes")
 
-    # --- what asyncio asks of a loop ---------------------------------------------------------
-
     def time(self) -> float:
         return self._now_s
 

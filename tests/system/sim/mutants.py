@@ -68,9 +68,6 @@ swap("ignores_fences", RankWorker, "_fence", lambda self, job_ids: None)
 swap("counts_no_use_above", BucketIndex, "use", lambda self, key, now_s: None)
 
 
-# ---- objects
-
-
 @instead_of(ChunkFormat, "check")
 def checks_the_length_alone(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
     return None if nbytes == self.object_bytes else "length"
@@ -96,9 +93,6 @@ def digests_half_of_the_payload(
 @instead_of(Namespace, "chunk")
 def leaves_the_model_out_of_the_key(self: Namespace, key: ChunkKey, shard: str) -> str:
     return chunk(Namespace(self.prefix, "0" * 32), key, shard)
-
-
-# ---- the bucket as a source
 
 
 @instead_of(BucketSource, "fetch")
@@ -183,9 +177,6 @@ def starts_no_job_when_one_has_ended(self: JobQueue, job: TransferJob) -> None:
     self._places.take(job)
 
 
-# ---- the client
-
-
 @instead_of(IoClient, "_bury")
 def gives_slots_back_before_the_process_is_dead(self: IoClient) -> None:
     self._jobs.died("soon dead", crashed=False)
@@ -203,9 +194,6 @@ def forgets_the_jobs_of_a_dead_process(self: IoClient) -> None:
 def loses_what_a_dead_process_was_sent(self: IoClient, job: BucketJob) -> None:
     if self.life.state is State.UP:
         submit_to_any(self, job)
-
-
-# ---- a rank
 
 
 @mutant
@@ -252,9 +240,6 @@ def never_tells_that_a_load_failed(self: RankWorker) -> tuple[set[str], set[str]
     loaded, self._loaded = self._loaded, set()
     self._failed.clear()
     return loaded, set()
-
-
-# ---- host memory and the planner's books
 
 
 @mutant

@@ -92,8 +92,6 @@ class Node:
         size = self.setup.world_size
         return [Shard.of(self.model, size, rank, self.stages) for rank in range(size)]
 
-    # --- its lives ---------------------------------------------------------------------------
-
     def start(self) -> bool:
         """False when it did not start; the bucket must not be the reason."""
         around = self._around
@@ -139,8 +137,6 @@ class Node:
         self.seen += self.engine.what_happened()
         self.processes += [process for rank in self.ranks for process in rank.processes]
 
-    # --- while it serves -----------------------------------------------------------------------
-
     @property
     def requests(self) -> list[Request]:
         engine = self.engine
@@ -173,8 +169,6 @@ class Node:
     def living_process(self) -> Process | None:
         living = [p for rank in self.ranks for p in rank.processes if not p.is_dead()]
         return self._rng.choice(living) if living else None
-
-    # --- at its end ----------------------------------------------------------------------------
 
     @property
     def is_at_rest(self) -> bool:

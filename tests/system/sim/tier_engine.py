@@ -96,8 +96,6 @@ class TierEngine:
     def what_happened(self) -> Counter[str]:
         return self.seen + Counter(self.planner.counters)
 
-    # --- requests --------------------------------------------------------------------------
-
     def arrive(self, request_id: str, tokens: list[int], max_new_tokens: int) -> None:
         chain = self._node.dictionary.chain([*tokens, *[7] * max_new_tokens])
         request = TierRequest(ReqContext(req_id=request_id), chain, len(tokens))
@@ -147,8 +145,6 @@ class TierEngine:
         for request in self.waiting:
             request.stored, request.asked_s = 0, 0.0  # the reset itself may take seconds
         self._announced.clear()
-
-    # --- a step ----------------------------------------------------------------------------
 
     def step(self, budget: int) -> None:
         self._end_copies()
@@ -258,8 +254,6 @@ class TierEngine:
         index, chunk = self.planner.index, self.tier._chunk
         gone = [name for name in self._announced if not index.is_present(chunk(name))]
         assert not gone, f"{len(gone)} chunks are gone, and no event says so"
-
-    # --- copies ----------------------------------------------------------------------------
 
     def _copy(
         self, request: TierRequest, keys: Sequence[bytes], spec: Any, *, is_load: bool

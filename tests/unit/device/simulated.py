@@ -191,8 +191,6 @@ class SimulatedGpu:
         self.frozen: set[str] = set()
         """Names of streams of which nothing runs now: what they do takes that long."""
 
-    # --- what a `Gpu` has -----------------------------------------------------------------------
-
     def current_stream(self) -> SimulatedStream:
         return self.current
 
@@ -225,16 +223,12 @@ class SimulatedGpu:
         assert not any(stream.queue for stream in self.streams if stream.name != "engine")
         self.pinned = None
 
-    # --- what a test does with it -----------------------------------------------------------------
-
     def engine_stream(self) -> SimulatedStream:
         return self._stream("engine")
 
     def synchronize(self) -> None:
         for stream in self.streams:
             stream.synchronize()
-
-    # --- time -------------------------------------------------------------------------------------
 
     def pass_time(self) -> None:
         """Run some steps, perhaps none."""

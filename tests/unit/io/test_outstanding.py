@@ -55,9 +55,6 @@ def uploads(client: IoClient, slab: Slab, *numbers: int) -> dict[int, Callable[[
     return {number: upload(number) for number in numbers}
 
 
-# ---- with a real process
-
-
 def test_what_it_dies_of_is_sent_three_times(slab: Slab, open_client: Open) -> None:
     with moto_server() as url:
         client = open_client(url, module="tests.unit.io.delicate")

@@ -43,8 +43,6 @@ class HandClient:
     def close(self) -> None:
         self.told.append("close")
 
-    # --- for tests -------------------------------------------------------------------------
-
     def end(self, job_id: int, outcome: Outcome, nbytes: int = 0, **more: Any) -> None:
         """End a job; the next poll tells of it."""
         if job_id in self.sent:

@@ -129,8 +129,6 @@ class TestMemoryStore(ObjectStoreSuite):
         return MemoryStore()
 
 
-# --- stores that encrypt -----------------------------------------------------------------------
-
 SEGMENT_BYTES = 500
 
 

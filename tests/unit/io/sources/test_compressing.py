@@ -240,9 +240,6 @@ async def test_on_does_not_ask_the_speeds(pool: ThreadPoolExecutor) -> None:
     assert await stored(compressor, job_of()) == STORED
 
 
-# --- from the settings -------------------------------------------------------------------------
-
-
 def opened(**settings: Any) -> Compressor:
     return open_compressor(Config(**{"bucket": "bkt", **settings}), time.monotonic)
 
