@@ -306,12 +306,12 @@ class OffloadPlanner:
                 keys = [row for row in keys if (row[0].end_token or most + 1) <= most]
         jobs = []
         for key, row in keys:
-            is_down = self.breaker.is_open(now_s)
+            has_room = self.transfers.uploads < self._most_uploads
             if self.index.is_present(key.chunk):
                 self.use(key, now_s)
-            elif is_down or self.transfers.uploads >= self._most_uploads:
+            elif not (has_room and self.breaker.allows(now_s)):
                 self.counters["saves_dropped"] += 1
-                self.counters["saves_refused_by_breaker"] += is_down
+                self.counters["saves_refused_by_breaker"] += self.breaker.is_open(now_s)
                 transfer.is_whole = False
             else:
                 jobs.append(self.transfers.add(transfer, key, row))

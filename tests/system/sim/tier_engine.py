@@ -185,7 +185,6 @@ class TierEngine:
         request.computed, request.stored = found, found // self._setup.chunk_tokens
         self.loading[request.request_id] = request
         keys = self._keys(request, found)
-        self.manager.touch(keys, request.context)
         self._copy(request, keys, self.manager.prepare_load(keys, request.context), is_load=True)
         return False
 

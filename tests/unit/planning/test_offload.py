@@ -199,6 +199,16 @@ def test_a_wait_ends_and_cancels_its_fetches() -> None:
     assert desk.planner.counters["deadline_cuts"] == 1
 
 
+def test_uploads_alone_pause_again_and_again_while_the_store_fails() -> None:
+    desk, sent = Desk(), 0
+    for second in range(600):
+        desk.now_s += 1.0
+        jobs = desk.store("a", second)
+        sent += len(jobs)
+        desk.end(jobs, Outcome.FAILED)
+    assert 20 < sent < 60, "two a minute"
+
+
 @pytest.mark.parametrize(
     ("before", "sent", "dropped"),
     [
