@@ -168,8 +168,6 @@ class SchedulerSide(Guarded):
         pace = Pace(fetches_at_once=config.fetches_at_once(max((slot_bytes, *object_bytes))))
         return KVPlanner(ledger, pace, settings)
 
-    # --- hooks -----------------------------------------------------------------------------
-
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
         adapter, lora = None, request.lora_request

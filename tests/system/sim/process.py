@@ -109,8 +109,6 @@ class Process:
         machine.processes.append(self)
         self._later(_START_S * machine.rng.random(), self._listen)
 
-    # --- the worker's end --------------------------------------------------------------------
-
     def post(self, message: wire.Down) -> None:
         self._posted.append(message)
 
@@ -154,8 +152,6 @@ class Process:
             self.kill()
             self._loop.run_until(self._loop.time() + _UNKILLABLE_S)
 
-    # --- what happens to it ------------------------------------------------------------------
-
     def hang_up(self) -> None:
         """The worker closes its end, or is dead."""
         self._later(_PIPE_S, self._hear, b"")
@@ -185,8 +181,6 @@ class Process:
         self.connection.thaw()
         self._owner.die()
         self._later(_PIPE_S, self._arrived.append, b"")
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         self._loop.call_later(delay_s, call, *args, context=self._context)

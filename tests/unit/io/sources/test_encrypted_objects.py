@@ -88,9 +88,6 @@ async def serving(
         yield worker
 
 
-# --- a process ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["on", "off"])
 async def test_a_chunk_is_stored_encrypted_and_comes_back(
     bucket: Bucket, mode: Any, range_bytes: int
@@ -188,9 +185,6 @@ async def test_a_bad_object_is_a_miss_until_it_is_replaced(
         assert (bucket.reads[None] == 0) == bool(range_bytes), "ranges are given up for no reason"
 
 
-# --- bad reads ---------------------------------------------------------------------------------
-
-
 class TestReads(objects.Reads):
     serving = staticmethod(serving)
 
@@ -222,8 +216,6 @@ async def test_a_bad_object_is_no_answer_to_a_second_request(
         assert (await fetched(worker)).reason == "encryption"
         assert bucket.landed == [None]
 
-
-# --- network threads, and ranges of 4 MiB ------------------------------------------------------
 
 LARGE = ChunkFormat(
     rig.NAMESPACE.digest, (TensorSpec("g0", "BF16", (5 * 2**20 + 77,)),), 0, rig.SHARD
@@ -286,9 +278,6 @@ async def check_fetch(source: BucketSource, job: TransferJob) -> None:
     end = await source.fetch(job)
     assert (end.outcome, end.nbytes) == (Outcome.OK, LARGE.object_bytes), end.detail
     assert job.place.payload == LARGE_DATA
-
-
-# --- other shards, items, and uses -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("range_bytes", [0, SEGMENT_BYTES])

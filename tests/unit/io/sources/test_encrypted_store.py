@@ -107,8 +107,6 @@ async def test_an_object_that_is_too_long_is_left_unread(store: EncryptedStore, 
     assert not any(bytes(told.memory or b""))
 
 
-# --- an attacker who may write to the bucket -------------------------------------------------
-
 Attack = Callable[[bytes, dict[str, bytes]], bytes]
 """The bytes in the place of an object: made of its bytes, and of others by name."""
 _STORED = SEGMENT_BYTES + 28
@@ -192,9 +190,6 @@ async def test_segments_of_two_writes_of_one_object_are_told_apart_inside(
     )
 
 
-# --- keys ------------------------------------------------------------------------------------
-
-
 async def test_after_a_rotation_old_objects_are_read_and_new_ones_have_the_new_key(
     store: EncryptedStore, bucket: MemoryStore
 ) -> None:
@@ -268,9 +263,6 @@ async def test_deleting_an_object_deletes_the_encrypted_one(
         await store.put(KEY, held(DATA[:10]), if_absent=True)
         assert await delete(KEY)
         assert bucket._objects == {}
-
-
-# --- memory ----------------------------------------------------------------------------------
 
 
 async def test_memory_is_bounded_and_given_back(
