@@ -115,8 +115,6 @@ class Outbox:
         self._slab.close()
         return self._left
 
-    # --- the outbox's thread ---------------------------------------------------------------
-
     def _serve(self) -> None:
         job_id = 0
         while True:

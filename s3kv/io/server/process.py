@@ -171,10 +171,12 @@ async def _watch(
 ) -> None:
     if parent_pid is None:
         return
-    faulthandler.dump_traceback_later(STALL_S)
+    is_first = True
     while os.getppid() == parent_pid:  # nothing announces that it changes
-        if outbox.is_used:
-            faulthandler.dump_traceback_later(STALL_S)
+        if is_first or outbox.is_used:
+            with contextlib.suppress(RuntimeError):  # the system refuses a thread
+                faulthandler.dump_traceback_later(STALL_S)
+        is_first = False
         await asyncio.sleep(_CHECK_S)
     hang_up()
 
