@@ -177,7 +177,7 @@ def _fetches(what: str, per: str) -> dict[str, Metric]:
         "fetch_failed": Metric(f"Fetches that failed otherwise{per}."),
         "fetch_invalid": Metric(f"Fetches that can never work, and were not tried again{per}."),
         "fetch_cancelled": Metric(f"Fetches given up because no request waited any more{per}."),
-        "fetch_bytes": Metric("Bytes, as plain, that arrived from bucket or disk and verified."),
+        "fetch_bytes": Metric("Uncompressed bytes that arrived from bucket or disk and verified."),
         "fetch_seconds": _seconds(
             f"Time from the request for one of the {what.lower()} that arrived until it was "
             f"verified, including retries but not the wait for its turn{per}.",
@@ -209,7 +209,7 @@ def _uploads(per: str) -> dict[str, Metric]:
         "upload_denied": Metric(f"Uploads refused without permission{per}."),
         "upload_failed": Metric(f"Uploads that failed otherwise{per}."),
         "upload_invalid": Metric(f"Uploads that can never work, and were not tried again{per}."),
-        "upload_bytes": Metric("Bytes, as plain, of objects written or found written."),
+        "upload_bytes": Metric("Uncompressed bytes of objects written or found written."),
         "upload_seconds": _seconds(
             f"Time from the request to write an object to the store's answer that it has it, "
             f"retries included{per}.",

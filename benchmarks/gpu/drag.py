@@ -32,7 +32,6 @@ class Background:
     """Copies of one of `KINDS`, ordered between an engine's steps."""
 
     def __init__(self, rig: CopyRig, copies: BlockCopies, kind: str) -> None:
-        self.machine = rig.machine
         self._rig = rig
         self._copies = copies
         self._kind = kind

@@ -235,7 +235,7 @@ class SchedulerSide(Guarded):
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of a step. If the planner has failed, it abandons the loads since the last, and
-        fences all saves, whose blocks the engine may give to anybody."""
+        fences all saves under way, because the engine may give their blocks to other requests."""
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
         if plan is None:

@@ -181,7 +181,7 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        # No tier is told of chunks that vLLM's own caches serve.
+        # vLLM itself reports no use of the chunks that its own caches serve.
         self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)
         self.planner.finish(req_context.req_id)
         self._telemetry.log(self.planner, time.monotonic(), finished=True)

@@ -23,8 +23,8 @@ from s3kv.types import ChunkKey
 PROBE_CHUNKS = 64
 """Chunks that a lookup requests at first while the bucket's content is unknown (decision 8)."""
 OFFER_S = 1.0
-"""Time after which an idle engine gets the answer "none" once that has not placed an offered load:
-vLLM keeps more blocks free for a load than for computing, perhaps more than there are."""
+"""Time that an idle engine has to place an offered load. Then one lookup answers "none": vLLM keeps
+more blocks free for a load than for computing, perhaps more than there are."""
 
 
 class ScheduledRequest(NamedTuple):
