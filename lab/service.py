@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -45,12 +44,17 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; all held at once, so that they differ."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports of 127.0.0.1 nobody listens on, held while this process runs: until the server that they
+    are for listens, the system gives them to no other. The server needs SO_REUSEADDR, as is usual:
+    so it may listen where another socket is bound and does not listen (socket(7))."""
+    ports = []
+    for _ in range(count):
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        ports.append(held.getsockname()[1])
+        held.detach()
+    return ports
 
 
 def answers(url: str) -> bool:

@@ -66,7 +66,8 @@ def weed_process(home: Path, volumes: int = 100) -> Iterator[S3Server]:
         deadline = time.monotonic() + 180.0
         while not answers(f"{url}/"):
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SeaweedFS does not start; log: {home / 'weed.log'}")
+                log_end = (home / "weed.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"SeaweedFS does not start: {log_end}")
             time.sleep(0.1)
         yield S3Server(url, environment(*KEYS.values()))
     finally:
