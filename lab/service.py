@@ -44,9 +44,9 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 nobody listens on, held while this process runs: until the server that they
-    are for listens, the system gives them to no other. The server needs SO_REUSEADDR, as is usual:
-    so it may listen where another socket is bound and does not listen (socket(7))."""
+    """Ports of 127.0.0.1 nobody listens on. This process holds them while it runs, so that the
+    system gives them to no other before the server that they are for listens. That server needs
+    SO_REUSEADDR, as is usual: then it may listen where another socket is only bound (socket(7))."""
     ports = []
     for _ in range(count):
         held = socket.socket()

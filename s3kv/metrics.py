@@ -219,8 +219,8 @@ def _uploads(per: str) -> dict[str, Metric]:
 
 
 KV_METRICS: Mapping[str, Metric] = {
-    "hit_tokens_bucket": Metric("Prompt tokens served from the bucket."),
-    "hit_tokens_host": Metric("Prompt tokens served from host memory."),
+    "hit_tokens_bucket": Metric("Prompt tokens from the bucket; again after a preemption."),
+    "hit_tokens_host": Metric("Prompt tokens from host memory; again after a preemption."),
     "prefill_tokens_per_s": Metric(
         "Prompt tokens the engine computes per second; assumed until it has been measured.", "gauge"
     ),

@@ -89,15 +89,11 @@ def _settings(config: Config) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default:
-            written[field.name] = _with_unit(value) if is_bytes(field.name) else value
+            units = (f"{value // n}{unit}" for unit, n in _BINARY if value % n == 0)
+            written[field.name] = next(units, value) if is_bytes(field.name) else value
     return written
 
 
 def compact(value: Mapping[str, Any]) -> str:
     """JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
-
-
-def _with_unit(nbytes: int) -> str | int:
-    written = (f"{nbytes // each}{unit}" for unit, each in _BINARY if nbytes % each == 0)
-    return next(written, nbytes)

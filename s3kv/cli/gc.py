@@ -66,7 +66,8 @@ def gc(
         run(half)
     except _MoreThanHalf as error:
         # Asked between two runs: within one, Ctrl-C would be left to its event loop.
-        if not (sys.stdin.isatty() and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
+        asks = sys.stdin is not None and sys.stdin.isatty()
+        if not (asks and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
             raise ConfigError(f"{error}: nothing was deleted; --yes deletes them") from None
         run(sweep)
 

@@ -35,7 +35,7 @@ def ls(
 
     With --disk it always counts. Models and manifests are in the bucket alone.
 
-    With --json every line is a JSON document of its own, printed as soon as it is known.
+    With --json every line is a JSON document of its own.
     """
 
     async def run(store: Inventory) -> None:

@@ -73,7 +73,7 @@ async def resolve(store: Inventory, prefix: str, start: str) -> keys.Namespace:
     """The one namespace whose name begins with `start`. Raises `ConfigError` if there is none or
     more than one, and `StoreError`."""
     found = await _found(store, prefix)
-    fitting = [namespace for namespace in found if namespace.digest.startswith(start)]
+    fitting = [namespace for namespace in found if start and namespace.digest.startswith(start)]
     if len(fitting) != 1:
         names = [namespace.digest for namespace in fitting or found]
         told = f" of {', '.join(names[:_MOST_NAMED])}" if names else " (none exists)"

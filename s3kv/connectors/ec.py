@@ -51,8 +51,6 @@ class S3ECConnector(ECConnectorBase):
         else:
             self._worker = ECWorkerSide(config, vllm_config, **directions)
 
-    # --- worker ----------------------------------------------------------------------------
-
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, ItemPlanMetadata), connector_metadata
@@ -68,8 +66,6 @@ class S3ECConnector(ECConnectorBase):
 
     def build_connector_worker_meta(self) -> ItemWorkerReport | None:
         return self._worker.report()
-
-    # --- scheduler -------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         return self._scheduler.ensure(request, num_computed_tokens)
@@ -94,8 +90,6 @@ class S3ECConnector(ECConnectorBase):
             return False, None
         return False, collect_ec_item_metadata(request.mm_features, self._resolver) or None
 
-    # --- both ------------------------------------------------------------------------------
-
     def get_ec_connector_stats(self) -> S3ECStats | None:
         """The statistics, from the scheduler's side alone, which has the workers' reports."""
         return self._scheduler.stats() if self.role is ECConnectorRole.SCHEDULER else None
@@ -105,8 +99,6 @@ class S3ECConnector(ECConnectorBase):
             self._scheduler.shutdown()
         else:
             self._worker.shutdown()
-
-    # --- the logger's process --------------------------------------------------------------
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> S3ECStats | None:

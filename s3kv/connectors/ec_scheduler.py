@@ -23,7 +23,7 @@ from s3kv.connectors.linger import Linger, is_in_lockstep
 from s3kv.connectors.log import EncoderTraffic, start_line
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import S3ECStats, Values
-from s3kv.connectors.request_params import read_limits
+from s3kv.connectors.request_params import params_of, read_limits
 from s3kv.connectors.telemetry import EC_SHARES, Telemetry, host_gauges
 from s3kv.errors import UnsupportedError
 from s3kv.host.room import Extents
@@ -164,8 +164,6 @@ class ECSchedulerSide(Guarded):
         if self._tier is not None:
             self._tier.close()
 
-    # --- hooks, in the order of a scheduling pass ------------------------------------------
-
     @guarded(default=lambda: True)
     def ensure(self, request: Request, computed_tokens: int) -> bool:
         """Whether a request with items may be scheduled now. Called in every pass."""
@@ -193,7 +191,7 @@ class ECSchedulerSide(Guarded):
         if known is None or len(known.items) != len(request.mm_features):
             items = [self._item(request, n) for n in range(len(request.mm_features))]
             # The KV connector logs what is wrong with them.
-            limits = read_limits(request.kv_transfer_params)
+            limits = read_limits(params_of(request))
             known = self._requests[request.request_id] = _MediaRequest(items, limits)
             names = (feature.identifier for feature in request.mm_features)
             self.planner.meet(request.request_id, zip(names, items, strict=True))
@@ -287,8 +285,6 @@ class ECSchedulerSide(Guarded):
     def _read_gauges(self) -> Values:
         ledger = self.planner.ledger
         return host_gauges(ledger, ledger.table.statistics().unit_bytes)
-
-    # --- the I/O process -------------------------------------------------------------------
 
     def _order(self) -> None:
         """Send the planner's jobs. Called once per pass, at its end, because waking the I/O

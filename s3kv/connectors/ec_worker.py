@@ -121,8 +121,6 @@ class ECWorkerSide(Guarded):
             self._loads_from = None
             taker.close()
 
-    # --- a step, in the order the engine calls ---------------------------------------------
-
     def begin(self, plan: ItemPlan) -> None:
         self._loads, self._saves = plan.loads, {save.identifier: save for save in plan.saves}
         self._encoder_started = self._moment()

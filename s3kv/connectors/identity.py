@@ -81,6 +81,8 @@ _KERNELS = (
 """Some of these compute quantised layers with activations in a different number format."""
 _DIFFUSION = ("canvas_length", "max_denoising_steps")
 _RANKS = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+_SEQUENCE = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+_STATES = ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_kda_recoverssm")
 _WORKER = ("worker_cls", "worker_extension_cls")
 ENVIRONMENT = (
     # Number formats in which layers compute, or exchange results.
@@ -177,6 +179,8 @@ def offload_fingerprint(
         "row_bytes": row_bytes,
         "canonical": offloading.canonical_layout,
         "replicated": offloading.replicated_layout,
+        "states": _states(vllm_config),
+        "sequence": fields(vllm_config.parallel_config, _SEQUENCE),
         "groups": [[g.tokens_per_block, list(g.layer_names)] for g in offloading.groups],
     }
     device = [
@@ -195,6 +199,17 @@ def offload_fingerprint(
         ),
         "content": "rows of vLLM's offloading",
     }
+
+
+def _states(vllm_config: VllmConfig) -> list[Any] | None:
+    """What the bytes of a state mean; None for a model without states. Padding makes pages of other
+    numbers equally long."""
+    if not (vllm_config.model_config.has_inner_state or vllm_config.model_config.is_hybrid):
+        return None
+    drafts = fields(vllm_config.speculative_config, ("num_speculative_tokens",))
+    rounding = vllm_config.mamba_config.enable_stochastic_rounding
+    layout = vllm.envs.VLLM_SSM_CONV_STATE_LAYOUT
+    return [fields(vllm_config.cache_config, _STATES), drafts, rounding, layout]
 
 
 def _model(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         sizes = geometry(config, vllm_config, kv_cache_config)
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
+            scheduling = vllm_config.scheduler_config
+            drafts = vllm_config.speculative_config is not None
             self._scheduler = SchedulerSide(
                 config,
                 sizes,
@@ -73,6 +75,8 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 world_size=vllm_config.parallel_config.world_size,
                 in_lockstep=is_in_lockstep(vllm_config),
                 publishes_events=events is not None and events.enable_kv_cache_events,
+                has_priorities=scheduling.policy == "priority",
+                miscounts_sessions=drafts and not scheduling.async_scheduling,
             )
         else:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config, sizes)
@@ -80,8 +84,6 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         return True
-
-    # --- worker ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -133,8 +135,6 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PlanMetadata), metadata
         return metadata.plan
-
-    # --- scheduler -------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
@@ -204,8 +204,6 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_events()
 
-    # --- both ------------------------------------------------------------------------------
-
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.role is KVConnectorRole.SCHEDULER:
             return self._scheduler.stats()
@@ -214,8 +212,6 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:
             self._worker.shutdown()
-
-    # --- the logger's process --------------------------------------------------------------
 
     @classmethod
     def build_kv_connector_stats(

@@ -11,8 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
-from typing import TYPE_CHECKING
+from itertools import product, takewhile
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, make_block_hash_with_group_id
 
 from s3kv.config import Config
 from s3kv.connectors.adapters import KnownAdapters
@@ -30,7 +32,7 @@ from s3kv.connectors.linger import Linger
 from s3kv.connectors.log import PromptTraffic, start_line
 from s3kv.connectors.metrics import S3KVStats, Values
 from s3kv.connectors.request_hashes import RequestHashes
-from s3kv.connectors.request_params import read_limits, reads
+from s3kv.connectors.request_params import params_of, read_limits, reads
 from s3kv.connectors.telemetry import KV_SHARES, Telemetry, host_gauges
 from s3kv.errors import UnsupportedError
 from s3kv.host.room import room_for
@@ -72,7 +74,11 @@ class SchedulerSide(Guarded):
         world_size: int = 1,
         in_lockstep: bool = False,
         publishes_events: bool = False,
+        has_priorities: bool = False,
+        miscounts_sessions: bool = False,
     ) -> None:
+        """has_priorities: vLLM may preempt a request in the pass in which it is scheduled.
+        miscounts_sessions: vLLM may take tokens of a session's next turn for computed."""
         self._config = config
         self._sizes = sizes
         self._may_load = may_load
@@ -94,6 +100,9 @@ class SchedulerSide(Guarded):
         )
         self._events = KVEvents(sizes, is_published=publishes_events)
         self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
+        self._has_priorities = has_priorities
+        self._miscounts_sessions = miscounts_sessions
+        self._requests: dict[str, Request] = {}
         self._unplanned: list[str] = []
         """Requests whose load has been promised since the last plan."""
         self.planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
@@ -174,7 +183,11 @@ class SchedulerSide(Guarded):
         if lora is not None:
             adapter = self.adapters.arrived(request.request_id, lora, time.monotonic())
         self._events.add_request(request)
-        limits = read_limits(request.kv_transfer_params, request.request_id)
+        self._requests[request.request_id] = request
+        if self._miscounts_sessions and self._may_save and getattr(request, "resumable", False):
+            self._may_save = self.planner.may_save = False
+            logger.warning("s3kv no longer saves: vLLM miscounts sessions with these drafts")
+        limits = read_limits(params_of(request), request.request_id)
         self._enter(request, adapter, limits)
 
     def _enter(self, request: Request, adapter: bytes | None, limits: RequestLimits) -> None:
@@ -184,11 +197,14 @@ class SchedulerSide(Guarded):
             local, now_s = self._local_tokens(request), time.monotonic()
             self.planner.prefetch(request.request_id, local, now_s, tokens=request.num_tokens)
 
-    def _settle_adapter(self, request: Request) -> None:
-        """Fix a request's adapter before it is computed; enter it again with another one."""
+    def _settle(self, request: Request) -> None:
+        """Fix a request's adapter before it is computed; enter it again with another one. Fix the
+        limits of a session's turn."""
+        if getattr(request, "resumable", False):
+            self.planner.restrict(request.request_id, read_limits(params_of(request)))
         is_as_believed, adapter = self.adapters.settle(request.request_id)
         if not is_as_believed:
-            limits = self.planner.limits_of(request.request_id)
+            limits = self.planner.request(request.request_id).limits
             self.planner.finished(request.request_id)
             self._enter(request, adapter, limits)
 
@@ -208,7 +224,7 @@ class SchedulerSide(Guarded):
         request_id, may_read = request.request_id, reads(request)
         if may_read and self.adapters.waits(request_id, time.monotonic()):
             return None, False
-        self._settle_adapter(request)
+        self._settle(request)
         now_s, tokens = time.monotonic(), request.num_tokens
         answer = self.planner.lookup(
             request_id, computed_tokens, now_s, tokens=tokens, reads=may_read
@@ -226,7 +242,7 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: None)
     def _admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if not external_tokens:
-            self._settle_adapter(request)  # vLLM may admit a request without a lookup.
+            self._settle(request)  # vLLM may admit a request without a lookup.
         self.planner.admitted(request.request_id, blocks.get_block_ids(), external_tokens)
 
     @guarded(default=int)
@@ -249,6 +265,9 @@ class SchedulerSide(Guarded):
             self._hashes.scheduled(new.req_id, new.mm_features)
             self._traffic.scheduled(new.req_id, new.num_computed_tokens)
         self.planner.bar(self._hashes.take_barred())
+        if self._has_priorities and self.pool is not None:
+            preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
+            self._forget_uncomputed(self.pool, preempted & self._requests.keys())
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), *written_blocks(output))
         if pause_s := self._linger.pause_s(output, lambda: self.planner.has_arrivals_inflight):
@@ -256,6 +275,25 @@ class SchedulerSide(Guarded):
         self._events.read()
         self._telemetry.log(self.planner.ledger, time.monotonic())
         return plan
+
+    def _forget_uncomputed(self, pool: BlockPool, preempted: Iterable[str]) -> None:
+        """Take out of vLLM's cache the blocks that it gave to these requests in this pass and then
+        took back. It has hashed them, and nobody computes them (vllm#57580): requests that hit them
+        would answer wrongly, and their chunks would be uploaded."""
+        wrong, known = set[bytes](), self._sizes.hash_tokens
+        for request_id in preempted:
+            computed = self.planner.request(request_id).saving.computed
+            own: Sequence[Any] = self._requests[request_id].block_hashes
+            for coverage in self._sizes.coverages:
+                size = coverage.block_tokens
+                hashes = own if size == known else BlockHashListWithBlockSize(own, known, size)
+                for block_hash, group in product(hashes[computed // size :], coverage.members):
+                    if pool.get_cached_block(block_hash, [group]):
+                        wrong.add(make_block_hash_with_group_id(block_hash, group))
+        if wrong:
+            pool.evict_blocks(
+                {block.block_id for block in pool.blocks if block.block_hash in wrong}
+            )
 
     @guarded(default=lambda: None)
     def on_output(self, output: KVConnectorOutput) -> None:
@@ -285,6 +323,7 @@ class SchedulerSide(Guarded):
     def on_finished(self, request: Request) -> None:
         self._telemetry.is_stale = True
         self._hashes.finished(request.request_id)
+        self._requests.pop(request.request_id, None)
         self.adapters.finished(request.request_id)
         self.planner.finished(request.request_id)
         self._events.finished(request)

@@ -96,8 +96,6 @@ class WorkerSide(Guarded):
             and vllm_config.device_config.device_type != "cpu"
         )
 
-    # --- start and end: these may raise and block ------------------------------------------
-
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the slab for these caches and start the I/O process, which tries the bucket while
         the engine warms up. Raises `ConfigError` or `UnsupportedError`."""
@@ -239,8 +237,6 @@ class WorkerSide(Guarded):
             self._rank.counters["internal_errors"] += 1
             self._stranded |= self._rank.give_up_loads() | self._unstarted
             self._unstarted = set()
-
-    # --- a step ----------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, step: AdapterStep | None = None) -> None:
         """Begin a step. The loads that the last step should have started and has not, because it or

@@ -59,6 +59,13 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
     return RequestLimits(save_tokens, load_tokens)
 
 
+def params_of(request: Any) -> Any:
+    """The `kv_transfer_params`; of a session, of its present turn, while vLLM keeps the first's."""
+    if getattr(request, "resumable", False) and request.sampling_params is not None:
+        return (request.sampling_params.extra_args or {}).get("kv_transfer_params")
+    return request.kv_transfer_params
+
+
 def reads(request: Any) -> bool:
     """Whether the bucket may serve the request. Not while another engine is to send the prompt: a
     `MultiConnector` waits for all of its connectors, and loads from the first, such as NIXL. NIXL

@@ -64,6 +64,11 @@ def check_requests_are_known(
             f"(multi_modal_uuids), or {other}"
         )
     check_media_names(vllm_config, trusted=sees and config.trust_media_names)
+    if vllm_config.scheduler_config.policy == "priority":
+        raise UnsupportedError(
+            "with --scheduling-policy priority vLLM may cache blocks that were never computed "
+            f"(vllm#57580), and hand them to a tier: {other}"
+        )
     if getattr(model, "enable_prompt_embeds", False) or not cover_inputs():
         raise UnsupportedError(f"vLLM's keys may leave out parts of prompt embeddings: {other}")
 

@@ -139,8 +139,6 @@ class Table:
         """Units by state; `_pinned`: those of them that are pinned."""
         self._pinned = [0, 0, 0, 0]
 
-    # ---- questions
-
     @property
     def count(self) -> int:
         """Units of the room: slots or pages, free or not."""
@@ -159,8 +157,6 @@ class Table:
     def entries(self) -> Iterable[Entry]:
         """All entries, in the order of their reservation."""
         return self._at.values()
-
-    # ---- events
 
     def reserve(
         self, key: ChunkKey, nbytes: int | None = None, *, replace: bool = False

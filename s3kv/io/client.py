@@ -27,6 +27,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -36,7 +37,7 @@ from s3kv.io import wire
 from s3kv.io.child import Child
 from s3kv.io.outstanding import OutstandingJobs
 from s3kv.io.process_life import CHECK_S, Heartbeat, ProcessLife, State
-from s3kv.messages import BucketJob, JobEnd
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Tally
 
 _GRACE_S = 2.0
@@ -121,7 +122,7 @@ class IoClient:
         The next `poll` returns the jobs that ended meanwhile. Call only `poll` and `close`
         afterwards. If the worker is killed while it waits here, the process still uses its time.
         """
-        jobs, uploads = self._jobs, self._jobs.uploads()
+        jobs, uploads = self._jobs, self._jobs.of(JobKind.UPLOAD)
         if jobs.any_outstanding:
             self._post(wire.Drain(timeout_s))
             deadline_s = time.monotonic() + timeout_s + _GRACE_S
@@ -131,12 +132,12 @@ class IoClient:
         return len(uploads - jobs.uploaded())
 
     def settle(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until every job has ended, then kill the process, which is
-        replaced. Nothing uses the slab afterwards until the next `submit`, and the next `poll`
+        """Wait up to `timeout_s` until every job on memory has ended, then kill the process, which
+        is replaced. Nothing uses the slab afterwards until the next `submit`, and the next `poll`
         returns the ends."""
-        jobs = self._jobs
-        self._wait(lambda: not jobs.any_outstanding, time.monotonic() + timeout_s)
-        if self._up is not None and jobs.any_outstanding:
+        moves = partial(self._jobs.of, JobKind.FETCH, JobKind.UPLOAD)
+        self._wait(lambda: not moves(), time.monotonic() + timeout_s)
+        if self._up is not None and moves():
             reason = f"the I/O process has not ended its jobs within {timeout_s:g} s"
             self.life.failed(reason, self._clock())
         while self.life.state is State.DYING:

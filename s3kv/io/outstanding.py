@@ -45,9 +45,9 @@ class OutstandingJobs:
     def any_outstanding(self) -> bool:
         return bool(self._outstanding)
 
-    def uploads(self) -> set[int]:
-        """Ids of the uploads that have not ended."""
-        return {i for i, job in self._outstanding.items() if job.kind is JobKind.UPLOAD}
+    def of(self, *kinds: JobKind) -> set[int]:
+        """Ids of the jobs of these kinds that have not ended."""
+        return {i for i, job in self._outstanding.items() if job.kind in kinds}
 
     def uploaded(self) -> set[int]:
         """Ids of the successful jobs whose ends have not been taken."""

@@ -16,7 +16,7 @@ or several if more than three dimensions of a block do not adjoin (`BlockPools`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count, pairwise, product
 
 import torch
@@ -196,15 +196,9 @@ def _page_views(name: str, pool: torch.Tensor) -> dict[str, torch.Tensor]:
     size = (len(pool), *(dim.size for dim in page))
     stride = (pool.stride(0) * item, *(dim.stride_bytes for dim in page))
     views = {}
-    for index, offset in _offsets(unrolled):
+    for position in product(*(range(dim.size) for dim in unrolled)):
+        offset = sum(at * dim.stride_bytes for at, dim in zip(position, unrolled, strict=True))
         view = torch.empty(0, dtype=torch.uint8, device=pool.device)
         view.set_(pool.untyped_storage(), begin + offset, size, stride)
-        views[name + index] = view
+        views[name + "".join(f"[{at}]" for at in position)] = view
     return views
-
-
-def _offsets(dims: Sequence[Dim]) -> Iterator[tuple[str, int]]:
-    """The suffix of each view's name, and its offset in bytes."""
-    for position in product(*(range(dim.size) for dim in dims)):
-        offset = sum(at * dim.stride_bytes for at, dim in zip(position, dims, strict=True))
-        yield "".join(f"[{at}]" for at in position), offset

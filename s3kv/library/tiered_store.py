@@ -89,10 +89,10 @@ class TieredStore:
             have to follow each other as they do in memory (give a permuted view, and its shape to
             `shapes`).
         pool_blocks: the numbers of the blocks that the store may use; None for all.
-        Raises `ConfigError`, also for a namespace of other values; `TypeError` for arguments of
-        another type; `ValueError` for shapes that the object format cannot hold, and for pools that
-        do not hold such blocks; `UnsupportedError` for memory that cannot be copied, and for
-        a GPU without memory for staging; a `StoreError` if the bucket cannot be used.
+        Raises `ConfigError`, also for a namespace of other values; `ValueError` for shapes that the
+        object format cannot hold, and for pools that do not hold such blocks; `UnsupportedError`
+        for memory that cannot be copied, and for a GPU without memory for staging; a `StoreError`
+        if the bucket cannot be used.
         """
 
         async def opened() -> TieredStore:
@@ -200,7 +200,7 @@ class TieredStore:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of events so far, by the names of the metrics. Can be read after `close`, too."""
+        """Counts of events so far, by name. Can be read after `close`, too."""
         return self._host.ledger.counters
 
     async def flush(self) -> tuple[bytes, ...]:

@@ -50,7 +50,7 @@ from s3kv.objects.headers import (
 )
 from s3kv.objects.keys import MAX_HASH_BYTES
 from s3kv.place import Place
-from s3kv.types import TensorSpec, item_bytes
+from s3kv.types import item_bytes
 
 LEAST_PAYLOAD_BYTES = 2**18
 """Shortest payload that is compressed. A shorter one saves less time than a wake-up costs."""
@@ -72,11 +72,11 @@ class Envelope:
         self.segments = segments_of(chunk.tensors, SEGMENT_BYTES)
         """By segment, its bytes in the decoded payload."""
         self.item_bytes = tuple(
-            _item_bytes(tensor)
+            max(item_bytes(spec.dtype) for spec in (tensor, *tensor.layers))
             for tensor in chunk.tensors
             for _ in segments_of([tensor], SEGMENT_BYTES)
         )
-        """By segment, the size of its numbers."""
+        """By segment, the size of its numbers; of layers that differ, of the largest."""
         self._texts = _header_text(chunk).encode("ascii").split(HOLE)
         widths = (_LENGTH_CHARS, _DECODED_CHARS, chunk.integrity.digest_chars)
         listed = sum((width + 1) * len(self.segments) - 1 for width in widths)
@@ -278,11 +278,6 @@ class Decoding:
         if not said.codec:
             return "length"
         return difference(self._envelope.chunk, said, self._block_hash) or "header"
-
-
-def _item_bytes(tensor: TensorSpec) -> int:
-    """The size of the numbers of a tensor; of layers that differ, of the largest."""
-    return max(item_bytes(spec.dtype) for spec in (tensor, *tensor.layers))
 
 
 def _header_text(chunk: ChunkFormat) -> str:

@@ -89,8 +89,6 @@ class ECPlanner:
         self._news = 0
         """Number of events so far that may change how long requests should wait."""
 
-    # --- a request's view ------------------------------------------------------------------
-
     def meet(self, request_id: str, named: Iterable[tuple[str, Wanted | None]]) -> None:
         """Note a request's items, before its first `ensure` and whenever it has got more."""
         request = self._requests.setdefault(request_id, _ItemRequest())
@@ -227,8 +225,6 @@ class ECPlanner:
             self.finished(request_id)
             self.meet(request_id, ((identifier, None) for identifier, _ in request.named))
 
-    # --- a scheduling pass -----------------------------------------------------------------
-
     def promise(self, identifier: str) -> ItemLoad | None:
         """The load to make in this pass instead of encoding the item; None: encode it."""
         meanings = [*self._names.get(identifier, ())]
@@ -292,8 +288,6 @@ class ECPlanner:
         self._loads.clear()
         self._saves.clear()
         return plan
-
-    # --- the bucket ------------------------------------------------------------------------
 
     def take_fetches(self) -> list[BucketJob]:
         """Take the fetches planned since the last call."""

@@ -65,6 +65,7 @@ class KVPlanner:
         self.pace = pace
         self.counters = ledger.counters
         self._settings = settings
+        self.may_save = settings.may_save
         self._coverages = settings.coverages
         self._chunk_tokens = settings.coverages[0].chunk_tokens
         self._saves = ChunkSaves(
@@ -87,8 +88,6 @@ class KVPlanner:
         """Tokens in the engine's own cache, for each request looked up since the last plan."""
         self._idle_since_s = math.inf
 
-    # --- requests come and go --------------------------------------------------------------
-
     def add_request(
         self, request_id: str, block_hashes: Sequence[bytes], limits: RequestLimits = NO_LIMITS
     ) -> None:
@@ -104,9 +103,16 @@ class KVPlanner:
             limits,
         )
 
-    def limits_of(self, request_id: str) -> RequestLimits:
-        """The limits with which the request was added."""
-        return self._requests[request_id].limits
+    def request(self, request_id: str) -> PlannedRequest:
+        """The record of a living request; for reading only."""
+        return self._requests[request_id]
+
+    def restrict(self, request_id: str, limits: RequestLimits) -> None:
+        """Replace the limits of a request. One on saves stays, because it covers what follows."""
+        request = self._requests[request_id]
+        saved = [x for x in (request.limits.save_tokens, limits.save_tokens) if x is not None]
+        request.limits = RequestLimits(min(saved, default=None), limits.load_tokens)
+        request.saving.limit = min(saved) // self._chunk_tokens if saved else None
 
     def adopt(self, other: KVPlanner) -> None:
         """Take over and bar the requests of `other`, a planner that neither loads nor saves."""
@@ -148,8 +154,6 @@ class KVPlanner:
             aborted, jobs = lookup.is_open, lookup.forget_fetches()
             self._unwanted |= {job.job_id: job for job in jobs if aborted}
         request.close()
-
-    # --- lookups ---------------------------------------------------------------------------
 
     def lookup(
         self,
@@ -235,8 +239,6 @@ class KVPlanner:
         tokens = request.offer()
         return Answer(False, tokens) if tokens else NOTHING
 
-    # --- admission and loads ---------------------------------------------------------------
-
     def admitted(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
@@ -288,8 +290,6 @@ class KVPlanner:
                 request.saving.is_barred = True
                 self.counters["loads_failed"] += 1
 
-    # --- the step --------------------------------------------------------------------------
-
     def plan(
         self,
         scheduled: Iterable[ScheduledRequest],
@@ -304,7 +304,7 @@ class KVPlanner:
         if self._looked_up:
             scheduled = list(scheduled)
             self._doubt_loads(scheduled, copied)
-        tokens, requests, may_save = 0, self._requests, self._settings.may_save
+        tokens, requests, may_save = 0, self._requests, self.may_save
         saves: list[Job] = []
         for step in scheduled:
             tokens += step.scheduled_tokens
@@ -317,6 +317,7 @@ class KVPlanner:
                     request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(blocks_after(self._coverages, first_written, step.block_ids))
+            request.saving.computed = step.computed_tokens + step.scheduled_tokens
             if may_save and (jobs := self._saves.plan(request, step, now_s)):
                 saves += jobs
         self._go_on(now_s)
@@ -359,8 +360,6 @@ class KVPlanner:
         overdue, self._overdue = self._overdue, {}
         awaited = {i for i, job in overdue.items() for lookup, n in job.waiters if lookup.awaits(n)}
         return tuple(job_id for job_id in overdue if job_id not in awaited)
-
-    # --- reports ---------------------------------------------------------------------------
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Take in a report of the ranks, uses first: a fetch in it may have been answered later."""

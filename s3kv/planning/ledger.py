@@ -91,8 +91,6 @@ class Ledger:
         """Number of uses that the bucket is asked about, beside the key's job if it has one."""
         self._retries = UploadRetries()
 
-    # --- questions -------------------------------------------------------------------------
-
     def state(self, key: ChunkKey) -> ChunkState:
         entry = self.table.lookup(key)
         if entry is None:
@@ -127,8 +125,6 @@ class Ledger:
         if not saving:
             return set()
         return {job_id for block in block_ids for job_id in saving.get(block, ())}
-
-    # --- jobs ------------------------------------------------------------------------------
 
     def refusal(
         self, key: ChunkKey, now_s: float, *, known: bool = False
@@ -220,8 +216,6 @@ class Ledger:
         job = self._register(JobKind.UPLOAD, entry.key, entry)
         job.attempt = attempt
         return job
-
-    # --- ends ------------------------------------------------------------------------------
 
     def on_end(self, end: JobEnd, now_s: float) -> Job | None:
         """Take in a job's end on some ranks. Returns the job if all ranks are done, else None."""

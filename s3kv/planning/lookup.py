@@ -123,8 +123,6 @@ class Lookup(ABC):
     has_more: bool = False
     """Whether the last `collect` stopped at its limit on orders."""
 
-    # --- progress --------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def waits(self) -> bool:
@@ -183,8 +181,6 @@ class Lookup(ABC):
         self.is_open = True
         self.fetched.clear()
 
-    # --- fetches ---------------------------------------------------------------------------
-
     def key(self, position: int) -> ChunkKey:
         return ChunkKey(self.coverage.number, self.hashes.known[position])
 
@@ -215,8 +211,6 @@ class Lookup(ABC):
         for job in dropped:
             job.waiters = [waiter for waiter in job.waiters if waiter[0] is not self]
         return dropped
-
-    # --- leases ----------------------------------------------------------------------------
 
     def lease_early(self, position: int, entry: Entry) -> None:
         """Keep a resident chunk until the ready ones reach it."""

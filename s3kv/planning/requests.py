@@ -131,6 +131,8 @@ class Saving:
     KV may be wrong or in an unknown place for another reason. Once barred, it stays so."""
     saved: int = 0
     """Position up to which all chunks have been decided on (saved or not)."""
+    computed: int = 0
+    """Tokens after the last step that it was in."""
 
     def allowed(self, chunks: int) -> int:
         """The number of these chunks that may be saved."""
@@ -214,8 +216,9 @@ class PlannedRequest:
         return is_late and self.state is RequestState.OFFERED
 
     def use(self, tokens: int, now_s: float) -> None:
-        """Note the use of the chunks from anywhere with which the engine begins after `tokens`."""
-        known = self.hashes.read()
+        """Note the use of the chunks from anywhere with which the engine begins after `tokens`. Of
+        a request that neither saves nor loads, nothing is sent."""
+        known = () if self.limits == RequestLimits(0, 0) else self.hashes.read()
         for lookup in self.lookups:
             coverage, index = lookup.coverage, lookup.ledger.index
             needed = coverage.chunks_for(tokens - tokens % coverage.chunk_tokens)

@@ -61,7 +61,7 @@ class ChunkSaves:
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.
-        if tokens < (saving.saved + 1) * size or saving.is_barred:
+        if tokens < (saving.saved + 1) * size:
             return ()
         chunks = saving.take(min(saving.allowed(tokens // size), len(request.hashes.read())))
         if not chunks:
@@ -95,8 +95,9 @@ class ChunkSaves:
             return None
         # A later step is too late for a chunk that is on its way: the request may have none, or no
         # longer the blocks. The I/O process uploads it only if the bucket turns out to lack it.
+        is_barred = request.saving.is_barred
         if ledger.index.is_present(key):
-            if state is ChunkState.FETCHING:
+            if state is ChunkState.FETCHING and not is_barred:
                 ledger.fetch_job(key).is_computed = True
             return None
         held, members = coverage.blocks_of(position), coverage.members
@@ -110,7 +111,7 @@ class ChunkSaves:
                 ledger.counters["saves_without_blocks"] += 1
             return None
         full = ledger.saves_inflight >= self._max_saves_inflight
-        job = None if full else ledger.plan_save(key, blocks)
+        job = None if full or is_barred else ledger.plan_save(key, blocks)
         if job is None:
             ledger.counters["saves_dropped"] += 1
         elif ledger.residency is not None:

@@ -82,13 +82,9 @@ def _prompt(
     room = length - len(first) - len(needle) - len(question)
     text = list[int]()
     while len(text) < room:
-        text += encode(_sentence(draw))
+        who, did, how, what = (draw.choice(words) for words in (_WHO, _DID, _HOW, _WHAT))
+        where, when = draw.choice(_WHERE), draw.choice(_WHEN)
+        text += encode(f" The {who} {did} the {how} {what} near the {where} {when}.")
     text = text[:room]
     at = min(room, max(0, round(depth * length) - len(first)))
     return Prompt([*first, *text[:at], *needle, *text[at:], *question], code, depth)
-
-
-def _sentence(draw: random.Random) -> str:
-    who, did, how, what = (draw.choice(words) for words in (_WHO, _DID, _HOW, _WHAT))
-    where, when = draw.choice(_WHERE), draw.choice(_WHEN)
-    return f" The {who} {did} the {how} {what} near the {where} {when}."

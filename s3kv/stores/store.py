@@ -76,8 +76,8 @@ class ObjectInfo:
         return self.version not in ("", "null")
 
 
-MAX_BATCH = 1000
-"""Most objects in one DeleteObjects request of S3."""
+MAX_BATCH = 250
+"""Most objects in one deletion: a quarter of S3's limit, because slow stores delete one by one."""
 
 
 class Inventory(Protocol):
@@ -104,8 +104,8 @@ class Inventory(Protocol):
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
 
-        Returns the keys of the objects it left because they had changed. After an error some
-        objects may be gone.
+        Returns the keys of the objects it left: they had changed, or the store refused to delete
+        them and not all. After an error some objects may be gone.
         """
 
     def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:

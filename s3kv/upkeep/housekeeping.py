@@ -149,8 +149,8 @@ class Housekeeping:
         _log.warning("%s", warning)
 
     async def _introduce(self) -> None:
-        """Log the namespace as soon as the bucket answers. If objects are refreshed, refresh the
-        manifest, too, so that it does not expire before them."""
+        """Log the namespace as soon as the bucket answers. From then on, put back what has been
+        deleted of it, and refresh it as objects are, so that it does not expire before them."""
         level = logging.INFO
         while True:
             try:
@@ -162,8 +162,6 @@ class Housekeeping:
                 _log.warning("the namespace's manifest cannot be read: %s", error)
                 await asyncio.sleep(_INTRODUCED_AGAIN_S)
                 continue
-            if not (self._rule.refreshes or self._rule.follows_cleaner):
-                return
             level = logging.DEBUG
             for key in self._registration.keys:
                 self.refresher.exists(key)

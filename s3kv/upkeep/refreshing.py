@@ -1,9 +1,9 @@
 """Refreshing: rewrites objects in use, so that rules which delete by age delete only unused ones.
 
 A hit on an object that was last written long ago rewrites it in place: the store copies it onto
-itself, and no bytes move here. Nothing waits for the copy. Copies are sent only while no job waits,
-one at a time and at most ten per second. They affect neither breaker nor window, and are dropped
-when the process ends.
+itself, and no bytes move here. Nothing waits for the copy. Copies are sent only while no fetch
+waits, one at a time and at most ten per second. They affect neither breaker nor window, and are
+dropped when the process ends.
 
 A use in host memory or on the device does not read the object at all. The end of each fetch and
 upload carries the time for which such uses need not be reported: until the object is due. A use

@@ -38,7 +38,7 @@ class Swept:
     """The result for one namespace. Bytes and objects are those of chunks and items.
 
     changed: objects that were to go but stay, because they have been written since they were
-    listed; part of those kept.
+    listed, or the store refuses to delete them; part of those kept.
     """
 
     digest: str
@@ -54,13 +54,14 @@ class Oldest:
     """The `REMEMBERED` objects written longest ago of all that were added."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, str, Namespace, ObjectInfo]] = []
-        """The newest first."""
+        self._heap: list[tuple[float, str, int, str, str, str]] = []
+        """The newest first. Plain values: the garbage collector does not visit these."""
         self._left_out_s = math.inf
         """Last write of the oldest object that was added and is not held."""
 
     def add(self, namespace: Namespace, info: ObjectInfo) -> None:
-        entry = (-info.modified_s, info.key, namespace, info)
+        modified, name = (-info.modified_s, info.key), (namespace.prefix, namespace.digest)
+        entry = (*modified, info.nbytes, info.etag, *name)
         if len(self._heap) < REMEMBERED:
             heapq.heappush(self._heap, entry)
             return
@@ -73,9 +74,9 @@ class Oldest:
 
     def taken(self, cut: Cut) -> Iterator[tuple[Namespace, ObjectInfo]]:
         """The objects that the cut takes."""
-        for _, _, namespace, info in self._heap:
-            if cut.takes(info.modified_s, info.nbytes):
-                yield namespace, info
+        for negative_s, key, nbytes, etag, prefix, digest in self._heap:
+            if cut.takes(-negative_s, nbytes):
+                yield Namespace(prefix, digest), ObjectInfo(key, nbytes, -negative_s, etag)
 
 
 @dataclass(slots=True)

@@ -71,8 +71,6 @@ class RankWorker:
         self._failed: set[str] = set()
         self._suspended = False
 
-    # --- a step, in the order the engine calls ---------------------------------------------
-
     def begin(self, plan: StepPlan) -> None:
         """Fence blocks, and start what the network does. Called before the step writes to
         blocks.

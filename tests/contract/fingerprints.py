@@ -13,7 +13,7 @@ import pytest
 
 from lab import models
 from s3kv.config import Config
-from s3kv.connectors.identity import ENVIRONMENT, fingerprint
+from s3kv.connectors.identity import ENVIRONMENT, fingerprint, offload_fingerprint
 from s3kv.connectors.kv_translate import geometry
 from tests.contract.configurations import FULL, groups
 
@@ -39,6 +39,9 @@ class Engine:
     def fingerprint(self) -> dict[str, Any]:
         sizes = geometry(self.config, self.vllm, self.cache)
         return fingerprint(self.config, self.vllm, self.cache, sizes, self.page)
+
+    def offload_fingerprint(self, row_bytes: int = 4096, **changes: Any) -> dict[str, Any]:
+        return offload_fingerprint(self.config, self.vllm, rows(**changes), row_bytes)
 
     @property
     def folder(self) -> Path:
@@ -91,3 +94,20 @@ def drafts(e: Engine, **settings: Any) -> None:
     draft = SimpleNamespace(**e.model.__dict__ | {"model": str(folder)})
     spoken = {"method": "draft_model", "draft_model_config": draft} | settings
     e.set(e.vllm, speculative_config=SimpleNamespace(**spoken))
+
+
+def rows(**changes: Any) -> Any:
+    """vLLM's configuration of offloading."""
+    parallel = {"world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1}
+    parallel["is_parallelism_agnostic"] = changes.pop("is_agnostic", False)
+    parallel |= changes.pop("parallel", {})
+    group = SimpleNamespace(
+        tokens_per_block=changes.pop("tokens", 16), layer_names=changes.pop("layers", ("0", "1"))
+    )
+    cache = SimpleNamespace(
+        blocks_per_chunk=changes.pop("blocks", 8), tokens_per_hash=changes.pop("hashed", 16)
+    )
+    same = {"replicated_layout": False, "canonical_layout": False, "kv_cache_layout": "NHD"}
+    return SimpleNamespace(
+        groups=(group,), cache=cache, parallel=SimpleNamespace(**parallel), **{**same, **changes}
+    )

@@ -55,6 +55,7 @@ def given(hashes: list[bytes], *features: Any, **more: Any) -> Any:
         "pooling_params": None,
         "mm_features": list(features),
         "kv_transfer_params": None,
+        "sampling_params": None,
     }
     return SimpleNamespace(**plain | more)
 

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from lab import models
 from s3kv.config import Config
 from s3kv.connectors import identity
-from s3kv.connectors.identity import fingerprint, offload_fingerprint
+from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_translate import geometry
 from s3kv.objects.keys import canonical_json, fingerprint_digest
 from tests.contract.configurations import FULL, configured, groups
@@ -323,23 +323,6 @@ def test_a_generation_config_that_cannot_be_read_is_none_that_says_nothing(
     assert "no such repository" in caplog.text
 
 
-def rows(**changes: Any) -> Any:
-    """vLLM's configuration of offloading."""
-    parallel = {"world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1}
-    parallel["is_parallelism_agnostic"] = changes.pop("is_agnostic", False)
-    parallel |= changes.pop("parallel", {})
-    group = SimpleNamespace(
-        tokens_per_block=changes.pop("tokens", 16), layer_names=changes.pop("layers", ("0", "1"))
-    )
-    cache = SimpleNamespace(
-        blocks_per_chunk=changes.pop("blocks", 8), tokens_per_hash=changes.pop("hashed", 16)
-    )
-    same = {"replicated_layout": False, "canonical_layout": False, "kv_cache_layout": "NHD"}
-    return SimpleNamespace(
-        groups=(group,), cache=cache, parallel=SimpleNamespace(**parallel), **{**same, **changes}
-    )
-
-
 TWO_RANKS = {"world_size": 2, "tp_size": 2}
 
 
@@ -362,16 +345,14 @@ TWO_RANKS = {"world_size": 2, "tp_size": 2}
 def test_what_changes_the_namespace_of_a_tier(
     changes: dict[str, Any], row_bytes: int, is_same: bool, engine: Engine
 ) -> None:
-    before = offload_fingerprint(engine.config, engine.vllm, rows(), 4096)
-    after = offload_fingerprint(engine.config, engine.vllm, rows(**changes), row_bytes)
+    before = engine.offload_fingerprint()
+    after = engine.offload_fingerprint(row_bytes, **changes)
     assert (canonical_json(before) == canonical_json(after)) is is_same
 
 
 def test_rows_of_any_parallel_size_are_one_namespace_of_a_tier(engine: Engine) -> None:
     one, two = (
-        offload_fingerprint(
-            engine.config, engine.vllm, rows(is_agnostic=True, parallel=parallel), 4096
-        )
+        engine.offload_fingerprint(is_agnostic=True, parallel=parallel)
         for parallel in ({}, TWO_RANKS)
     )
     assert one == two
@@ -383,6 +364,45 @@ def test_rows_of_any_parallel_size_are_one_namespace_of_a_tier(engine: Engine) -
 def test_an_engine_that_computes_otherwise_is_another_namespace_of_a_tier(
     change: Callable[[Engine], None], engine: Engine
 ) -> None:
-    before = offload_fingerprint(engine.config, engine.vllm, rows(), 4096)
+    before = engine.offload_fingerprint()
     change(engine)
-    assert offload_fingerprint(engine.config, engine.vllm, rows(), 4096) != before
+    assert engine.offload_fingerprint() != before
+
+
+def draft(tokens: int) -> Callable[[Engine], None]:
+    return lambda e: e.set(
+        e.vllm, speculative_config=SimpleNamespace(num_speculative_tokens=tokens)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        on("cache_config", mamba_cache_dtype="float16"),
+        on("cache_config", mamba_ssm_cache_dtype="bfloat16"),
+        on("cache_config", mamba_cache_mode="all"),
+        on("mamba_config", enable_stochastic_rounding=True),
+        lambda e: e.patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),
+        draft(3),
+    ],
+)
+@pytest.mark.parametrize("has_states", [True, False])
+def test_other_states_are_another_namespace_of_a_tier(
+    has_states: bool, change: Callable[[Engine], None], engine: Engine
+) -> None:
+    """Padding hides a difference of the numbers. Models without states share all the same."""
+    info = dataclasses.replace(engine.model._model_info, has_inner_state=has_states)
+    engine.set(engine.model, _model_info=info)
+    draft(1)(engine)
+    before = engine.offload_fingerprint()
+    change(engine)
+    after = engine.offload_fingerprint()
+    assert (after != before) is has_states
+
+
+def test_another_order_of_tokens_on_the_ranks_is_another_namespace_of_a_tier(
+    engine: Engine,
+) -> None:
+    before = engine.offload_fingerprint()
+    on("parallel_config", cp_kv_cache_interleave_size=16)(engine)
+    assert engine.offload_fingerprint() != before

@@ -131,16 +131,18 @@ def test_every_place_that_a_row_names_is_there_and_is_tried(engine: Engine) -> N
 
 
 def test_a_setting_is_in_the_fingerprint_where_its_row_says_so(engine: Engine) -> None:
-    """Those that stand there under their own name; the others are in test_identity.py."""
+    """Those that stand there under their own name; the others are in test_identity.py. They are in
+    a tier's, too."""
     count = 0
-    before = leaves(engine.fingerprint())
+    before, tiers = leaves(engine.fingerprint()), engine.offload_fingerprint()
     for row in CONFIG:
         holder = holder_of(engine, row)
         if stands_under_its_own_name(row):
             engine.set(holder, **{row.name: "another"})
             after = leaves(engine.fingerprint())
             assert after[row.at] != before[row.at], row
-            before = after
+            assert engine.offload_fingerprint() != tiers, row
+            before, tiers = after, engine.offload_fingerprint()
             count += 1
     assert count > 30
 

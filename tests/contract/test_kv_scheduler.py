@@ -247,6 +247,27 @@ def test_a_session_is_barred_when_it_is_computed_with_media_that_came_later() ->
     assert scheduler.planner._requests["session"].saving.is_barred
 
 
+def test_an_engine_that_miscounts_sessions_saves_nothing_once_there_is_one() -> None:
+    config = Config(bucket="bucket")
+    may: dict[str, Any] = {"may_load": True, "may_save": True, "miscounts_sessions": True}
+    scheduler = SchedulerSide(config, SIZES, **may)
+    scheduler.set_workers([HANDSHAKE])
+    for name, more, saves in (("a", {}, 2), ("b", {"resumable": True}, 0), ("c", {}, 0)):
+        subject = request(name, skip_reading_prefix_cache=True, **more)
+        looked_up(scheduler, subject)
+        assert len(scheduler.plan(admitted(scheduler, subject)).saves) == saves
+
+
+def test_a_private_turn_of_a_session_is_not_saved() -> None:
+    """vLLM keeps the first turn's parameters in the request."""
+    scheduler = side()
+    session = request("session", resumable=True, skip_reading_prefix_cache=True)
+    looked_up(scheduler, session)
+    private = {"kv_transfer_params": {"s3kv": {"save": False}}}
+    session.sampling_params = SimpleNamespace(extra_args=private)
+    assert scheduler.plan(admitted(scheduler, session)).saves == ()
+
+
 def test_misses_and_the_content_of_memory_are_counted() -> None:
     handshakes = HANDSHAKE, WorkerHandshake("n" * 32, 8, 8192)
     scheduler, slot = side(*handshakes), 4096 + 8192
@@ -462,5 +483,5 @@ def test_a_private_request_that_is_entered_again_stays_private() -> None:
     engine.plan()
     engine.report(2, RELOADED)
     engine.scheduler.lookup(subject, 64)
-    assert engine.scheduler.planner.limits_of("r").save_tokens == 0
+    assert engine.scheduler.planner.request("r").limits.save_tokens == 0
     assert engine.scheduler.broken is None

@@ -140,6 +140,24 @@ def test_a_load_that_vllm_never_places_is_computed(
     engine.check()
 
 
+@both
+def test_blocks_that_vllm_has_hashed_and_nobody_computes_are_hit_by_nobody(
+    engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is scheduled, and preempted in the same pass for one that is more urgent."""
+    settings = {"policy": "priority", "long_prefill_token_threshold": 20, "max_num_seqs": 4}
+    settings |= {"async_scheduling": ahead, "max_num_scheduled_tokens": 36}
+    engine = Engine(engine_config, random.Random(1), blocks=6, slots=40, **settings)
+    on_clock(monkeypatch, engine)
+    engine.add([1] * 90, priority=5)
+    while not engine.step():
+        pass
+    engine.add([2] * 16, new_tokens=4, priority=0)
+    engine.finish()
+    assert engine.seen["preempted"]
+    engine.check()
+
+
 @pytest.mark.parametrize(("is_declared", "hit"), [(False, 96), (True, 0)])
 def test_a_request_whose_states_vllm_has_evicted_is_loaded_whole(
     engine_config: Any, is_declared: bool, hit: int, monkeypatch: pytest.MonkeyPatch

@@ -43,8 +43,9 @@ def test_unknown_settings_and_a_missing_bucket_are_refused() -> None:
         ({"multimodal_config": SimpleNamespace(language_model_only=False)}, ConfigError),
         ({"multimodal_config": SimpleNamespace(language_model_only=True)}, None),
         ({"enable_prompt_embeds": True}, UnsupportedError),
+        ({"policy": "priority"}, UnsupportedError),
     ],
-    ids=["plain", "adapters", "images", "images off", "prompt embeddings"],
+    ids=["plain", "adapters", "images", "images off", "prompt embeddings", "priorities"],
 )
 def test_engines_whose_keys_leave_out_inputs(
     changes: dict[str, Any], error: type[Exception] | None, tiny_config: Any
@@ -56,6 +57,7 @@ def test_engines_whose_keys_leave_out_inputs(
         cache_config=tiny_config.cache_config,
         parallel_config=tiny_config.parallel_config,
         aux_output_config=tiny_config.aux_output_config,
+        scheduler_config=SimpleNamespace(policy=changes.get("policy", "fcfs")),
     )
     with pytest.raises(error, match="S3KVConnector") if error else contextlib.nullcontext():
         check_requests_are_known(Config(bucket="bucket"), config, None)

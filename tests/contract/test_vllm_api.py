@@ -85,6 +85,11 @@ NEWER_FIELDS = {(f"{CACHE}:KVCacheConfig", "hash_block_size"): (0, 32)}
 # Things we call or subclass -> their parameters without self; None: it only has to be there.
 CALLS: dict[str, str | None] = {
     "vllm.v1.core.block_pool:BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks": "block_ids",
+    f"{HASHES}:BlockHashListWithBlockSize.__init__": "block_hashes hash_block_size "
+    "target_block_size",
+    f"{HASHES}:make_block_hash_with_group_id": "block_hash group_id",
+    "vllm.config:SchedulerConfig.policy": None,
     f"{HASHES}:resolve_kv_cache_block_sizes": "kv_cache_config vllm_config",
     f"{HASHES}:resolve_none_hash_seed": "hash_fn",
     f"{HASHES}:_gen_lora_extra_hash_keys": "request",

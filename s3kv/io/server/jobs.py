@@ -95,8 +95,9 @@ class JobQueue:
 
     @property
     def has_spare(self) -> bool:
-        """Whether a place is free and no job needs it."""
-        return not self.waiting and self._places.requests < self._places.max_requests
+        """Whether a place is free and no fetch needs it. Uploads wait beside free places."""
+        is_free = self._places.requests < self._places.max_requests
+        return is_free and not self._lines[JobKind.FETCH].waiting
 
     @property
     def waiting(self) -> int:
@@ -141,18 +142,14 @@ class JobQueue:
 
     def _whose_turn(self) -> TransferJob | None:
         fetch = self._lines[JobKind.FETCH].first()
-        upload = self._lines[JobKind.UPLOAD].first()
-        if upload is None or not self._has_upload_stream or not self._upload_places.fit(upload):
+        line = self._lines[JobKind.UPLOAD]
+        upload, streams = line.first(), 1 + (len(line.waiting) - 1) // UPLOADS_PER_STREAM
+        has_stream = self.in_hurry or len(line.running) < streams
+        if upload is None or not has_stream or not self._upload_places.fit(upload):
             return fetch
         if fetch is None or self._fetches_in_a_row >= FETCHES_PER_UPLOAD:
             return upload
         return fetch
-
-    @property
-    def _has_upload_stream(self) -> bool:
-        line = self._lines[JobKind.UPLOAD]
-        streams = 1 + (len(line.waiting) - 1) // UPLOADS_PER_STREAM
-        return self.in_hurry or len(line.running) < streams
 
     def withdraw(self, job_id: int) -> TransferJob | None:
         """Remove and return a waiting job. None if no waiting job has this id."""

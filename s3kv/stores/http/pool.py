@@ -94,10 +94,9 @@ class Pool:
         """
         try:
             head = request.head()
-        except h11.LocalProtocolError:  # its message shows the header, perhaps a secret
-            raise StoreError(
-                "HTTP forbids a header: do the credentials end in a line break?"
-            ) from None
+        except (h11.LocalProtocolError, UnicodeEncodeError):  # shows the header, perhaps a secret
+            told = "HTTP forbids a header: do the credentials end in a line break, or have letters"
+            raise StoreError(f"{told} beyond ASCII?") from None
         async with self._permits:
             used = self._take_idle()
             if used is not None:

@@ -31,13 +31,8 @@ def threads_on(cores: int) -> int:
     return max(1, min(_MOST_THREADS, cores // _CORES_OF_A_THREAD))
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-NETWORK_THREADS = threads_on(_usable_cores())
+_ON_LINUX = hasattr(os, "sched_getaffinity")
+NETWORK_THREADS = threads_on(len(os.sched_getaffinity(0)) if _ON_LINUX else os.cpu_count() or 1)
 
 
 class ThreadedPool:

@@ -36,6 +36,8 @@ VERBS = {
 }
 """Verbs that requests are counted as, by their IAM action; a HEAD is counted as one."""
 _XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_Members = Mapping[str, str]
+_HAD_CHANGED = ("PreconditionFailed", "ConditionalRequestConflict")
 _UNREADABLE = (ElementTree.ParseError, LookupError, ValueError)
 """Raised for a document that is no XML, has another encoding, or lacks a part."""
 
@@ -183,7 +185,7 @@ def deletion(objects: Sequence[ObjectInfo]) -> bytes:
     return f'<Delete xmlns="{_XML_NAMESPACE}"><Quiet>true</Quiet>{items}</Delete>'.encode()
 
 
-def read_deletion(body: bytes, call: Call) -> Sequence[str]:
+def read_deletion(body: bytes, asked: int, call: Call) -> Sequence[str]:
     """The keys that DeleteObjects left, as `left_by_deletion`. Raises `StoreUnavailable` if the
     answer cannot be read; any of the objects may have been deleted then."""
     try:
@@ -191,19 +193,18 @@ def read_deletion(body: bytes, call: Call) -> Sequence[str]:
         errors = {_text(item, "Key"): _members(item) for item in root.iterfind("{*}Error")}
     except _UNREADABLE as error:
         raise StoreUnavailable(f"{call}: the answer cannot be read: {error}") from error
-    return left_by_deletion(errors, call)
+    return left_by_deletion(errors, asked, call)
 
 
-def left_by_deletion(errors: Mapping[str, Mapping[str, str]], call: Call) -> Sequence[str]:
-    """The keys that a deletion left because their objects had changed. errors: key to the members
-    of its error, of each object not deleted. Raises the error for any other failure."""
-    left: list[str] = []
-    for key, said in errors.items():
-        if said.get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
-            left.append(key)
-        elif said.get("Code") != "NoSuchKey":
-            raise error_about(said, 200, dataclasses.replace(call, key=key))
-    return left
+def left_by_deletion(errors: Mapping[str, _Members], asked: int, call: Call) -> Sequence[str]:
+    """The keys that a deletion left. errors: key to the members of its error, of each object not
+    deleted. asked: number of objects to delete; if every one failed, but for those that had
+    changed, this raises the error: one that the store refuses to delete stops no others."""
+    left = {key: said for key, said in errors.items() if said.get("Code") != "NoSuchKey"}
+    failed = [key for key, said in left.items() if said.get("Code") not in _HAD_CHANGED]
+    if failed and len(left) == asked:
+        raise error_about(left[failed[0]], 200, dataclasses.replace(call, key=failed[0]))
+    return [*left]
 
 
 def _root(body: bytes, tag: str) -> ElementTree.Element:

@@ -185,7 +185,7 @@ class FastClient:
         response, call = await self._send(
             "s3:DeleteObject", "POST", None, query=query, headers=headers, body=place
         )
-        return read_deletion(response.body, call)
+        return read_deletion(response.body, len(objects), call)
 
     async def list_page(
         self, prefix: str, keys: int, *, token: str = "", after: str = "", delimiter: str = ""

@@ -154,7 +154,7 @@ class SdkClient:
         batch = {"Delete": {"Objects": items, "Quiet": True}}
         told = await self._do("s3:DeleteObject", None, "delete_objects", batch)
         errors = {error["Key"]: error for error in told.get("Errors", ())}
-        return left_by_deletion(errors, self._call("s3:DeleteObject", None))
+        return left_by_deletion(errors, len(objects), self._call("s3:DeleteObject", None))
 
     async def list_page(
         self, prefix: str, keys: int, *, token: str = "", after: str = "", delimiter: str = ""

@@ -25,7 +25,7 @@ from s3kv.io import child, wire
 from s3kv.io.child import Child
 from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
-from s3kv.messages import JobEnd
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Outcome
 from tests.servers import BUCKET, KEYS, boto_client, data_key, set_credentials
 from tests.unit.io import rig
@@ -459,6 +459,14 @@ def test_jobs_that_do_not_settle_end_with_their_process(
     fetch(client, 2, number=1)
     client.settle(20)
     assert ends(client, 1)[2].outcome is Outcome.OK
+
+
+def test_questions_about_uses_are_not_settled(stubborn: StubbornServer, open_client: Open) -> None:
+    """They use no memory, and may be many while the bucket does not answer."""
+    client = open_client(stubborn.url)
+    client.submit(BucketJob(1, JobKind.USE, rig.chunk(1)))
+    client.settle(0.1)
+    assert client.life.state is State.UP
 
 
 def test_a_drain_counts_what_a_killed_process_left(

@@ -10,6 +10,7 @@ from s3kv.planning.deadline import Wait
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.lookup import ChunkHashes
 from s3kv.planning.requests import (
+    NO_LIMITS,
     NOTHING,
     REQUEST_TRANSITIONS,
     Answer,
@@ -104,6 +105,15 @@ def test_a_private_request_hides_nothing_from_a_public_one_that_saves_the_same()
     desk.admit("public")
     saves = desk.run("public", range(7), 12, 1, new=True).saves
     assert [save.block_ids for save in saves] == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_a_private_turn_of_a_session_is_not_saved_nor_is_what_follows_it() -> None:
+    desk = computed(NO_LIMITS)
+    assert len(desk.run("r", range(2), 0, 4, new=True).saves) == 1
+    for computed_tokens, limits in ((4, PRIVATE), (8, NO_LIMITS)):
+        desk.planner.restrict("r", limits)
+        blocks = range(computed_tokens // 2, computed_tokens // 2 + 2)
+        assert desk.run("r", blocks, computed_tokens, 4, new=False).saves == ()
 
 
 def test_a_request_that_must_not_load_asks_for_nothing_and_saves() -> None:

@@ -10,6 +10,7 @@ import pytest
 from lab.books import check
 from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.index import ASK_AGAIN_S
+from s3kv.planning.requests import RequestLimits
 from s3kv.planning.residency import Change, Residency
 from s3kv.types import Outcome
 from tests.plans import uploads_of, uses_of
@@ -53,6 +54,15 @@ def in_host_memory(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
     assert not uses_of(loading), "they are not used before they are there"
     desk.planner.loaded([name])
     return desk.run(name, range(tokens // 2 + 1), tokens, 1, new=True)
+
+
+def test_nothing_is_sent_for_a_request_that_neither_saves_nor_loads() -> None:
+    desk = resident()
+    desk.now_s = 2 * FRESH_S
+    desk.add("private", "aaaaz", RequestLimits(0, 0))
+    desk.admit("private")
+    assert not desk.run("private", range(3), CHUNK, 1, new=True).jobs
+    assert in_own_cache(desk, "another").jobs
 
 
 def in_own_cache(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:

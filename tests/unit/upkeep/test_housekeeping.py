@@ -98,6 +98,8 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
     async with rig.serving(store, max_attempts=1):
         await store.written.wait()
         await until(lambda: f"namespace {rig.NAMESPACE.root} is new" in caplog.text)
+        await store.delete(rig.NAMESPACE.manifest)  # with all that the engine has written
+        await until(lambda: rig.NAMESPACE.manifest in store._objects)
     assert store._objects[rig.NAMESPACE.manifest][0] == b'{"model":"m"}'
 
 

@@ -94,6 +94,7 @@ def test_uploads_go_one_at_a_time_until_many_wait() -> None:
         queue.add(job(i, UPLOAD))
     running = take_all(queue)
     assert len(running) == 1
+    assert queue.has_spare  # for refreshes: the others wait on purpose
     for i in range(UPLOADS_PER_STREAM, 3 * UPLOADS_PER_STREAM):
         queue.add(job(i, UPLOAD))
     running += take_all(queue)
@@ -115,7 +116,9 @@ def test_uploads_leave_half_of_the_places_to_fetches() -> None:
     assert len(take_all(queue)) == 4
     for i in range(10, 20):
         queue.add(job(i, FETCH))
+    assert not queue.has_spare
     assert [j.job_id for j in take_all(queue)] == [10, 11, 12, 13]
+    assert not queue.has_spare
 
 
 def test_uploads_leave_half_of_the_bytes_to_fetches() -> None:

@@ -100,7 +100,7 @@ def test_an_error_page_in_an_encoding_nobody_reads_is_an_outage(encoding: str, s
     with pytest.raises(StoreUnavailable, match="cannot be read"):
         read_page(page, CALL)
     with pytest.raises(StoreUnavailable, match="cannot be read"):
-        read_deletion(page, CALL)
+        read_deletion(page, 1, CALL)
 
 
 def listing(name: str, encoding: str = "") -> bytes:
