@@ -204,13 +204,6 @@ async def test_a_server_without_conditional_deletes_deletes(s3_store: OpenStore)
     assert ['if-match: "e"' in head.lower() for head in at.heads] == [True, False]
 
 
-async def test_check_names_the_missing_bucket_of_a_real_server(s3_store: OpenStore) -> None:
-    with servers.moto_server() as url:
-        async with s3_store(url) as store:
-            with pytest.raises(StoreMissing, match=r"bkt at .*NoSuchBucket"):
-                await store.check()
-
-
 async def test_check_without_credentials(
     s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
