@@ -33,7 +33,8 @@ vllm:s3kv_io_requests_total{engine="0",model_name="m",status="none",verb="GET"} 
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="HEAD"} 10000.0
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="DELETE"} 5.0
 vllm:s3kv_ec_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 10000.0
-vllm:s3kv_io_received_bytes_total{engine="0",model_name="m"} 1.073741824e+12
+vllm:s3kv_io_received_bytes_total{engine="0",model_name="m"} 8.589934592e+11
+vllm:s3kv_ec_io_received_bytes_total{engine="0",model_name="m"} 2.147483648e+11
 vllm:s3kv_hit_tokens_bucket_total{engine="0",model_name="m"} 2.3e+08
 vllm:s3kv_hit_tokens_host_total{engine="0",model_name="m"} 1.3e+08
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
