@@ -532,9 +532,6 @@ def test_lengths_that_share_the_bytes_otherwise_are_refused(form: ChunkFormat) -
     assert refusal(forged(form, pieces), form) == "digest"
 
 
-LIE = b"some text that shrinks. "
-
-
 @FORMATS
 @pytest.mark.parametrize("end", [None, 32], ids=["a longer segment", "a header alone"])
 @pytest.mark.parametrize("number", [0, 1, 5])
@@ -544,7 +541,7 @@ def test_chunks_that_lie_are_refused(form: ChunkFormat, end: int | None, number:
     envelope = Envelope(form)
     pieces = pieces_of(form, good(form))
     nbytes, size = len(envelope.segments[number]), envelope.item_bytes[number]
-    lie = (LIE * nbytes)[: nbytes + GUARD // 2]
+    lie = (b"some text that shrinks. " * nbytes)[: nbytes + GUARD // 2]
     chunk = CODEC.encode(memoryview(lie), size)
     assert chunk is not None
     pieces[number] = chunk[:end]

@@ -175,10 +175,7 @@ def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveJob]:
     return desk, fetch, save
 
 
-ENDS = [OK, MISSING, FAILED, Outcome.CORRUPT, Outcome.CANCELLED]
-
-
-@pytest.mark.parametrize("outcome", ENDS)
+@pytest.mark.parametrize("outcome", [OK, MISSING, FAILED, Outcome.CORRUPT, Outcome.CANCELLED])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
 def test_a_chunk_computed_during_its_fetch_is_saved_beside_it(
     outcome: Outcome, order: tuple[int, ...]

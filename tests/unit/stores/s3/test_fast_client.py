@@ -259,14 +259,11 @@ async def test_check_with_a_host_that_does_not_answer(s3_store: OpenStore) -> No
             filler.close()
 
 
-OBJECT = servers.http(b"x" * 300_000)
-
-
 async def test_tls(s3_store: OpenStore, certificate: Path, server_tls: ssl.SSLContext) -> None:
     buffer = memoryview(bytearray(300_000))
 
     def answer(head: str, _: bytes) -> bytes:
-        return servers.http() if head.startswith("PUT") else OBJECT
+        return servers.http() if head.startswith("PUT") else servers.http(b"x" * 300_000)
 
     async with servers.canned(answer, tls=server_tls) as at:
         async with s3_store(at.url, ca_bundle=f"{certificate}.crt") as store:
