@@ -57,10 +57,6 @@ def document(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-def dollars(document: dict[str, Any]) -> dict[str, float]:
-    return {part["name"]: round(part["dollars"], 6) for part in document["parts"]}
-
-
 @pytest.fixture
 def metrics(tmp_path: Path) -> str:
     file = tmp_path / "metrics.txt"
@@ -88,7 +84,8 @@ OWN_PRICES = [
 )
 def test_a_month_by_hand(metrics: str, options: list[str], expected: tuple[float, ...]) -> None:
     found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB", *options)
-    assert dollars(found) == dict(zip(PARTS, expected, strict=True))
+    dollars = {part["name"]: round(part["dollars"], 6) for part in found["parts"]}
+    assert dollars == dict(zip(PARTS, expected, strict=True))
     assert found["dollars_per_month"] == pytest.approx(sum(expected))
     assert found["saved"] is None
 

@@ -141,17 +141,9 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(
     check(desk.planner)
 
 
-def computing(prompt: str, **setup: object) -> Desk:
-    """A request "r" with this prompt, of which nothing is cached and nothing computed."""
-    desk = Desk(**{"may_load": False, **setup})
-    desk.add("r", prompt)
-    desk.admit("r")
-    return desk
-
-
 def test_beyond_max_saves_inflight_they_are_dropped_and_counted() -> None:
-    desk = computing("aaaabbbbcccc", max_saves_inflight=1)
-    (save,) = desk.run("r", list(range(6)), 0, 12, new=True).saves
+    desk = Desk(may_load=False, max_saves_inflight=1)
+    (save,) = desk.compute("r", "aaaabbbbcccc", range(6), 0, 12).saves
     assert desk.planner.counters["saves_dropped"] == 2
     desk.copied(save)
     assert desk.compute("next", "dddd", [6, 7], 0, 4).saves == (), "it is not in the bucket yet"
