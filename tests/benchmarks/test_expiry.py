@@ -103,13 +103,6 @@ def test_a_bucket_keeps_to_its_budget_and_counts_what_that_takes() -> None:
     assert counts["lease_puts"] > 10
 
 
-def test_what_is_used_stays_because_it_is_refreshed() -> None:
-    bucket = kept(500)
-    fill(bucket, 2_500)
-    assert bucket.get(b"0", 0, 2_500.0)
-    assert bucket.counts["refreshes"] > 0
-
-
 def test_one_of_many_replicas_sweeps() -> None:
     one, many = kept(500), kept(500, replicas=8)
     for either in (one, many):

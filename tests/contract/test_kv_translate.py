@@ -82,15 +82,12 @@ def check_both(vllm_config: Any, cache: Any, reason: str) -> None:
             check()
 
 
-NON_CAUSAL = dataclasses.replace(FULL, non_causal=True)
-
-
 @pytest.mark.parametrize(
     ("spec", "pooling", "reason"),
     [
         (FULL, None, ""),
         (FULL, "LAST", ""),
-        (NON_CAUSAL, None, "attend to later ones"),
+        (dataclasses.replace(FULL, non_causal=True), None, "attend to later ones"),
         (FULL, "MEAN", r"first token .*\(MEAN\)"),
         (FULL, "CLS", r"first token .*\(CLS\)"),
     ],

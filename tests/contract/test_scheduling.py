@@ -29,9 +29,6 @@ def engine_config(directory: Path) -> Any:
     return configuration(models.build(directory, models.TINY))
 
 
-both = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
-
-
 SEEDS = range(24)
 
 
@@ -110,7 +107,7 @@ def test_every_request_ends(
     assert set(seen) >= happens, f"never: {happens - set(seen)}"
 
 
-@both
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_with_one_queue_for_both_some_lives_stop(
     engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

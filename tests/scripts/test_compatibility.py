@@ -33,12 +33,9 @@ NEW = result("0.33.0", cell(FIRST, passed=8))
 ALWAYS = f"run with every change: {compatibility.CONTINUOUS}"
 
 
-def cells_of(table: str) -> list[list[str]]:
-    return [line.strip("| ").split(" | ")[-2:] for line in table.splitlines()]
-
-
 def test_a_cell_says_how_many_tests_have_passed() -> None:
-    heads, _, *rows = cells_of(compatibility.counts([OLD, NEW]))
+    lines = compatibility.counts([OLD, NEW]).splitlines()
+    heads, _, *rows = (line.strip("| ").split(" | ")[-2:] for line in lines)
     assert heads == ["0.31.0", "0.33.0"]
     assert rows[0] == ["7 passed", "8 passed"]
     assert rows[1] == ["**1 of 2 failed**", "not run"]

@@ -310,7 +310,7 @@ class Serve:
             processes += [p for parent in processes for p in parent.children(recursive=True)]
             alive = bool(processes)
             if alive:
-                check_metrics(engine)
+                assert engine.metrics().get("vllm:s3kv_internal_errors_total", 0) == 0
             if alive and in_process:
                 check_at_rest(engine.call("lab.audit:audit"), at_rest=at_rest)
             shared = shared_files([process.pid for process in processes])
@@ -429,10 +429,6 @@ def cached(answers: Sequence[Answer]) -> list[int | None]:
 def answered(answers: Sequence[Answer]) -> tuple[list[int | None], list[list[int]]]:
     """What of each prompt was cached, and the tokens of its answer."""
     return cached(answers), tokens(answers)
-
-
-def check_metrics(engine: Engine) -> None:
-    assert engine.metrics().get("vllm:s3kv_internal_errors_total", 0) == 0
 
 
 def check_at_rest(report: dict[str, Any], *, at_rest: bool = True) -> None:

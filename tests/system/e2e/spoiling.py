@@ -19,10 +19,8 @@ _save = RankWorker.save
 
 
 def _spoiled(self: RankWorker, jobs: Sequence[SaveJob], **options: Any) -> None:
-    def spoil(job: SaveJob) -> SaveJob:
-        return replace(job, block_ids=(job.block_ids[-1], *job.block_ids[1:]))
-
-    _save(self, [spoil(job) for job in jobs], **options)
+    spoiled = [replace(job, block_ids=(job.block_ids[-1], *job.block_ids[1:])) for job in jobs]
+    _save(self, spoiled, **options)
 
 
 class SpoilingConnector(S3KVConnector):

@@ -82,17 +82,13 @@ def test_a_replacement_lives_on_the_bucket_and_nothing_is_left_running(
     assert max(map(len, output.splitlines())) <= 80
 
 
-def imports_torch(process: psutil.Process) -> bool:
-    """Whether a process has begun to import torch, which takes a second."""
-    return any("libtorch" in one.path for one in process.memory_maps())
-
-
 @pytest.mark.parametrize("moment", ["in the first second", "while replicas start"])
 def test_ctrl_c_leaves_one_line_and_no_process(moment: str) -> None:
     mark = uuid.uuid4().hex
     demo = start(mark)
     if moment == "in the first second":
-        while not imports_torch(psutil.Process(demo.pid)):
+        process = psutil.Process(demo.pid)  # importing torch takes it a second
+        while not any("libtorch" in one.path for one in process.memory_maps()):
             assert demo.poll() is None
     else:
         assert demo.stdout is not None

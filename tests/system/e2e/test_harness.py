@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +18,6 @@ from tests.system.e2e.conftest import References, Rig
 PROMPTS = models.prompts(2, 800)
 
 
-def example_connector(directory: Path) -> dict[str, Any]:
-    """vLLM's own demonstration connector, which keeps KV in files."""
-    return {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(directory)},
-    }
-
-
 def test_model_is_a_function_of_its_seed(tmp_path: Path) -> None:
     first, again = (models.build(tmp_path / name, models.TINY) for name in ("a", "b"))
     other = models.build(tmp_path, models.TINY, seed=1)
@@ -39,7 +29,11 @@ def test_kv_reaches_a_new_process_and_decides_the_tokens(rig: Rig) -> None:
     """Cold, then warm in a new process, then with zeroed files: hit, same tokens, other tokens."""
     expected = rig.reference(rig.tiny, PROMPTS)
     assert [a.cached_tokens for a in expected] == [768, 768]
-    config = example_connector(rig.tmp_path / "kv")
+    config = {  # vLLM's own demonstration, which keeps KV in files
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(rig.tmp_path / "kv")},
+    }
 
     with Engine(rig.tiny, connector=config, log_path=rig.tmp_path / "cold.log") as engine:
         cold = engine.generate(PROMPTS)

@@ -11,7 +11,6 @@ import random
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -65,12 +64,6 @@ class Bucket:
             await asyncio.sleep(2.0)
 
 
-@contextmanager
-def moto_bucket() -> Iterator[Bucket]:
-    with moto_process() as server:
-        yield Bucket(server.url, server.env)
-
-
 @pytest.fixture(params=["moto", *REAL_SERVERS])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     if request.param != "moto":
@@ -78,9 +71,9 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         set_credentials(monkeypatch, gateway.keys)
         yield Bucket(gateway.url, gateway.keys)
         return
-    with moto_bucket() as found:
-        set_credentials(monkeypatch, {k: v for k, v in found.keys.items() if "KEY" in k})
-        yield found
+    with moto_process() as server:
+        set_credentials(monkeypatch, {k: v for k, v in server.env.items() if "KEY" in k})
+        yield Bucket(server.url, server.env)
 
 
 async def test_two_that_fill_a_bucket_keep_it_to_its_budget(

@@ -90,13 +90,10 @@ def test_an_upload_is_tried_by_the_planner_alone(place: Place) -> None:
     assert life.planner.counters["uploads_given_up"] == 1
 
 
-FLIPPED = Fault(kind="flip_body", at=-5, verbs=("GET",), times=1)
-
-
 def test_after_one_damaged_answer_the_next_upload_replaces_the_object(place: Place) -> None:
     life = place.begin()
     place.fill(1)
-    place.store.fault(FLIPPED)
+    place.store.fault(Fault(kind="flip_body", at=-5, verbs=("GET",), times=1))
     assert life.serve(1) == 0
     life.settle()
     assert life.counters()["upload_ok"] == 1, "whether the object or its reading was damaged"

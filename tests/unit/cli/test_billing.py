@@ -17,16 +17,3 @@ def test_samples_are_added_up_by_verb_and_status() -> None:
     )
     sums = {"requests|GET|2xx": 3.5, "requests|GET|4xx": 4.0, "bytes": 1001.0}
     assert billing.metric_sums(text) == sums
-
-
-def test_counters_become_traffic() -> None:
-    text = (
-        'vllm:s3kv_io_requests_total{verb="PUT",status="2xx"} 3\n'
-        'vllm:s3kv_io_requests_total{verb="LIST",status="2xx"} 1\n'
-        'vllm:s3kv_io_requests_total{verb="PUT",status="5xx"} 9\n'
-        'vllm:s3kv_ec_io_requests_total{verb="HEAD",status="4xx"} 2\n'
-        "vllm:s3kv_io_sent_bytes_total 400\n"
-        "vllm:s3kv_ec_io_received_bytes_total 100\n"
-    )
-    traffic = billing.traffic_of_metrics(text, 60.0)
-    assert (traffic.puts, traffic.gets, traffic.bytes_up, traffic.bytes_down) == (4, 2, 400, 100)

@@ -33,7 +33,8 @@ vllm:s3kv_io_requests_total{engine="0",model_name="m",status="none",verb="GET"} 
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="HEAD"} 10000.0
 vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="DELETE"} 5.0
 vllm:s3kv_ec_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 10000.0
-vllm:s3kv_io_received_bytes_total{engine="0",model_name="m"} 1.073741824e+12
+vllm:s3kv_io_received_bytes_total{engine="0",model_name="m"} 8.589934592e+11
+vllm:s3kv_ec_io_received_bytes_total{engine="0",model_name="m"} 2.147483648e+11
 vllm:s3kv_hit_tokens_bucket_total{engine="0",model_name="m"} 2.3e+08
 vllm:s3kv_hit_tokens_host_total{engine="0",model_name="m"} 1.3e+08
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -54,10 +55,6 @@ def document(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
-
-
-def dollars(document: dict[str, Any]) -> dict[str, float]:
-    return {part["name"]: round(part["dollars"], 6) for part in document["parts"]}
 
 
 @pytest.fixture
@@ -87,7 +84,8 @@ OWN_PRICES = [
 )
 def test_a_month_by_hand(metrics: str, options: list[str], expected: tuple[float, ...]) -> None:
     found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB", *options)
-    assert dollars(found) == dict(zip(PARTS, expected, strict=True))
+    dollars = {part["name"]: round(part["dollars"], 6) for part in found["parts"]}
+    assert dollars == dict(zip(PARTS, expected, strict=True))
     assert found["dollars_per_month"] == pytest.approx(sum(expected))
     assert found["saved"] is None
 

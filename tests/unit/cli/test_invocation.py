@@ -44,12 +44,6 @@ def test_the_settings_of_a_tier_alone_and_under_a_multi_connector(tmp_path: Path
         assert parse(read_settings(file, {}, [])) == Config(bucket="bkt", max_wait_ms=5)
 
 
-def test_values_are_json_or_text() -> None:
-    assignments = ["bucket=bkt", "host_bytes=2GiB", "verify_tls=false", "max_wait_ms=5"]
-    config = parse(read_settings(None, {}, assignments))
-    assert (config.host_bytes, config.verify_tls, config.max_wait_ms) == (2 * 2**30, False, 5)
-
-
 @pytest.mark.parametrize(
     ("text", "given", "said"),
     [

@@ -13,10 +13,6 @@ from s3kv.device.item_copies import CudaItems, ItemCopies, item_copies
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def opened(device: str, dtype: torch.dtype) -> tuple[ItemCopies, memoryview]:
     index = torch.device(device, 0) if device == "cuda" else torch.device(device)
     copies = item_copies(dtype, index)
@@ -37,7 +33,7 @@ def test_what_is_saved_is_loaded(device: str, dtype: torch.dtype) -> None:
             payload = slab[4096 : 4096 + nbytes]
             before = bytes(slab[4096 + nbytes : 8192 + nbytes])
             copies.save(tensor, payload).synchronize()
-            assert payload == bytes_of(tensor)
+            assert payload == tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
             assert slab[4096 + nbytes : 8192 + nbytes] == before
             loaded = copies.load(payload, rows, width)
             assert loaded.device.type == device

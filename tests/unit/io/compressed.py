@@ -120,7 +120,6 @@ async def source_of(
     config: Config,
     mode: CompressSetting = "on",
     *,
-    decodes: bool = True,
     places: int | None = None,
     pads: bool = False,
 ) -> AsyncIterator[BucketSource]:
@@ -132,7 +131,7 @@ async def source_of(
         return nullcontext((max(0, count if places is None else places), lambda: None))
 
     with ThreadPoolExecutor(2) as pool:
-        decoder = Decoder(time.monotonic, codec() if decodes else None, pool if decodes else None)
+        decoder = Decoder(time.monotonic, codec(), pool)
         compressor = Compressor(mode, decoder, pool, pads=pads)
         try:
             yield BucketSource(store, config, refresher, borrow, rng, compressor)

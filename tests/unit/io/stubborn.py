@@ -1,4 +1,4 @@
-"""A server that lists an empty bucket, and otherwise refuses, or begins an answer and stops."""
+"""A server that lists an empty bucket, and otherwise begins an answer and stops."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from http.server import ThreadingHTTPServer
 from tests.servers import QuietHandler, in_a_thread
 
 _LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
-_DENIED = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
 
 
 class StubbornServer(ThreadingHTTPServer):
     """A GET is answered with its headers and the first half of `body`, a PUT not at all, until
-    `go_on` is set. `begun` has their paths. refuses: everything is answered with 403 instead."""
+    `go_on` is set. `begun` has their paths."""
 
     daemon_threads = True
 
-    def __init__(self, body: bytes, refuses: bool) -> None:
+    def __init__(self, body: bytes) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.body = body
-        self.refuses = refuses
         self.go_on = threading.Event()
         self.begun: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -32,9 +30,7 @@ class _Handler(QuietHandler):
     server: StubbornServer
 
     def do_GET(self) -> None:
-        if self.server.refuses:
-            self.answer(403, _DENIED)
-        elif "list-type=2" in self.path:
+        if "list-type=2" in self.path:
             self.answer(200, _LISTING)
         else:
             self._answer_slowly()
@@ -58,8 +54,8 @@ class _Handler(QuietHandler):
 
 
 @contextmanager
-def stubborn_server(body: bytes = b"", *, refuses: bool = False) -> Iterator[StubbornServer]:
-    server = StubbornServer(body, refuses)
+def stubborn_server(body: bytes) -> Iterator[StubbornServer]:
+    server = StubbornServer(body)
     with in_a_thread(server):
         try:
             yield server

@@ -19,7 +19,7 @@ import pytest
 
 from lab.service import free_ports
 from s3kv.config import Config
-from s3kv.errors import ConfigError, IoProcessError, StoreDenied, StoreMissing, StoreUnavailable
+from s3kv.errors import ConfigError, IoProcessError, StoreMissing
 from s3kv.host.slab import Slab
 from s3kv.io import child, wire
 from s3kv.io.child import Child
@@ -43,11 +43,6 @@ def bucket(moto_url: str) -> Iterator[Any]:
     yield client
     for entry in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
         client.delete_object(Bucket=BUCKET, Key=entry["Key"])
-
-
-@pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_credentials(monkeypatch)
 
 
 @pytest.fixture
@@ -179,20 +174,6 @@ def test_a_missing_bucket_is_said(moto_url: str, open_client: Open) -> None:
     with pytest.raises(StoreMissing, match="no-such-bucket"):
         client.wait_ready(20)
     assert client.life.state is State.CLOSED
-
-
-def test_refused_credentials_are_said(open_client: Open) -> None:
-    with stubborn_server(refuses=True) as server:
-        client = open_client(server.url)
-        with pytest.raises(StoreDenied, match="s3:ListBucket"):
-            client.wait_ready(20)
-
-
-def test_a_server_that_is_not_there_is_said(open_client: Open) -> None:
-    url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    client = open_client(url)
-    with pytest.raises(StoreUnavailable, match=url):
-        client.wait_ready(20)
 
 
 def test_a_server_that_is_not_there_is_waited_for_when_told(open_client: Open) -> None:
@@ -482,8 +463,11 @@ def test_a_drain_counts_what_a_killed_process_left(
 
 
 @pytest.fixture
-def parent() -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
+def parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
     """Starts tests.unit.io.parent in a process group of its own; gives it and its child's pid."""
+    set_credentials(monkeypatch)
     started: list[subprocess.Popen[str]] = []
 
     def start(url: str, deed: str) -> tuple[subprocess.Popen[str], int]:

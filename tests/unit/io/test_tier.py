@@ -162,17 +162,6 @@ def test_a_handshake_can_be_made_once_the_slab_is_there(config: Config) -> None:
     assert tier.known is None
 
 
-def test_nothing_is_left_when_the_handshake_cannot_be_made(config: Config) -> None:
-    def handshake(slab: Slab) -> Handshake:
-        seen.append(slab)
-        raise LookupError("nobody took the slab")
-
-    seen: list[Slab] = []
-    with pytest.raises(LookupError):
-        open_tier(SLAB_BYTES, handshake)
-    assert seen[0].fd < 0
-
-
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_started(config: Config) -> None:
     """Although this slab alone would fit."""
     each = memory_limits().available_bytes
@@ -193,8 +182,8 @@ def descriptors() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("fault", ["bucket", "wait", "start"])
-def test_nothing_is_left_when_the_bucket_cannot_be_used(
+@pytest.mark.parametrize("fault", ["bucket", "wait", "start", "handshake"])
+def test_nothing_is_left_when_a_start_fails(
     config: Config, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -205,7 +194,9 @@ def test_nothing_is_left_when_the_bucket_cannot_be_used(
         config = dataclasses.replace(config, bucket="s3kv-nobody-has-it")
     if fault == "start":
         monkeypatch.setattr(IoClient, "start", refuse)
-    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    handshake: Any = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    if fault == "handshake":
+        handshake = refuse
     before, known = maps().count("s3kv-slab"), descriptors()
     with pytest.raises(StoreMissing if fault == "bucket" else IoProcessError):
         open_tier(SLAB_BYTES, handshake, wait=wait)

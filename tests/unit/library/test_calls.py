@@ -32,8 +32,6 @@ from tests.unit.library.stores import (
     room,
 )
 
-NO_HASHES = ["a text", 5, None, bytearray(b"x"), memoryview(b"x")]
-
 
 async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> None:
     pools = new_pools(1)
@@ -58,7 +56,7 @@ async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> Non
             where,
         )
         for call in calls:
-            for wrong in NO_HASHES:
+            for wrong in ("a text", 5, None, bytearray(b"x"), memoryview(b"x")):
                 with pytest.raises(TypeError, match="allowed is bytes"):
                     await call(wrong)
             for length in (0, 65):

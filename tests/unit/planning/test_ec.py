@@ -15,8 +15,12 @@ from tests.unit.planning.ec_desk import MIB, WIDTH, Desk, nbytes, wanted
 A, B = wanted("a"), wanted("b")
 
 
-def test_an_item_in_the_bucket_is_waited_for_and_loaded() -> None:
-    desk = Desk()
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_item_in_the_bucket_is_waited_for_and_loaded(desk: Desk) -> None:
     desk.bucket.add(A.key)
     assert not desk.ensure("r", A)
     assert not desk.planner.promise("a"), "it has not arrived"
@@ -30,8 +34,7 @@ def test_an_item_in_the_bucket_is_waited_for_and_loaded() -> None:
     assert desk.planner.counters["hit_rows"] == A.rows
 
 
-def test_an_item_nobody_has_is_encoded_and_saved() -> None:
-    desk = Desk()
+def test_an_item_nobody_has_is_encoded_and_saved(desk: Desk) -> None:
     assert not desk.ensure("r", A)
     desk.answer()
     assert desk.ensure("r", A)
@@ -43,8 +46,7 @@ def test_an_item_nobody_has_is_encoded_and_saved() -> None:
     assert desk.orders == []
 
 
-def test_an_item_of_a_private_request_is_encoded_and_not_saved() -> None:
-    desk = Desk()
+def test_an_item_of_a_private_request_is_encoded_and_not_saved(desk: Desk) -> None:
     assert not desk.ensure("r", A)
     desk.answer()
     assert desk.ensure("r", A)
@@ -54,8 +56,7 @@ def test_an_item_of_a_private_request_is_encoded_and_not_saved() -> None:
     assert desk.schedule("public", A).saves == (ItemSave("a", A.key, A.rows),)
 
 
-def test_what_the_engine_holds_is_not_asked_for() -> None:
-    desk = Desk()
+def test_what_the_engine_holds_is_not_asked_for(desk: Desk) -> None:
     desk.ensure("r", A)
     desk.answer()
     desk.schedule("r", A)
@@ -72,8 +73,7 @@ def two_names() -> tuple[Wanted, Wanted]:
     return first, first._replace(identifier="b")
 
 
-def test_one_item_under_two_names_is_one_fetch_and_two_loads() -> None:
-    desk = Desk()
+def test_one_item_under_two_names_is_one_fetch_and_two_loads(desk: Desk) -> None:
     first, second = two_names()
     desk.bucket.add(first.key)
     assert not desk.ensure("r", first, second)
@@ -85,8 +85,7 @@ def test_one_item_under_two_names_is_one_fetch_and_two_loads() -> None:
     check(desk.planner)
 
 
-def test_an_abort_cancels_the_one_fetch_for_two_names() -> None:
-    desk = Desk()
+def test_an_abort_cancels_the_one_fetch_for_two_names(desk: Desk) -> None:
     first, second = two_names()
     assert not desk.ensure("r", first, second)
     desk.planner.finished("r")
@@ -95,8 +94,7 @@ def test_an_abort_cancels_the_one_fetch_for_two_names() -> None:
     check(desk.planner)
 
 
-def test_who_joins_a_fetch_leases_the_item_under_its_own_names() -> None:
-    desk = Desk()
+def test_who_joins_a_fetch_leases_the_item_under_its_own_names(desk: Desk) -> None:
     shared, other = wanted("a"), wanted("other")
     desk.bucket |= {shared.key, other.key}
     desk.ensure("before", other)
@@ -111,8 +109,7 @@ def test_who_joins_a_fetch_leases_the_item_under_its_own_names() -> None:
     assert desk.planner.ledger.table.statistics().pinned == 0
 
 
-def test_an_aborted_request_cancels_what_nobody_else_wants() -> None:
-    desk = Desk()
+def test_an_aborted_request_cancels_what_nobody_else_wants(desk: Desk) -> None:
     desk.ensure("r", A)
     desk.planner.finished("r")
     assert desk.planner.take_cancels() == [1]
@@ -152,8 +149,7 @@ def test_a_preempted_request_asks_again_for_what_it_had() -> None:
     assert not desk.ensure("r", big)
 
 
-def test_a_promise_the_engine_does_not_take_up_is_withdrawn() -> None:
-    desk = Desk()
+def test_a_promise_the_engine_does_not_take_up_is_withdrawn(desk: Desk) -> None:
     desk.resident(A)
     desk.ensure("r", A)
     assert desk.planner.promise("a")
@@ -170,8 +166,7 @@ def test_what_is_too_large_is_never_asked_for() -> None:
     assert desk.planner.counters["items_too_large"] == 1
 
 
-def test_room_is_for_the_widest_until_the_first_item_has_told() -> None:
-    desk = Desk()
+def test_room_is_for_the_widest_until_the_first_item_has_told(desk: Desk) -> None:
     desk.bucket |= {A.key, B.key}
     desk.ensure("r", A)
     assert desk.orders[0][0].item.nbytes == object_bytes("BF16", A.rows, 8 * WIDTH)
@@ -182,8 +177,7 @@ def test_room_is_for_the_widest_until_the_first_item_has_told() -> None:
     assert desk.orders[0][0].item.nbytes == nbytes(B)
 
 
-def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:
-    desk = Desk()
+def test_one_identifier_for_two_sizes_is_promised_to_nobody(desk: Desk) -> None:
     other = wanted("a", rows=A.rows + 1)
     desk.resident(A)
     desk.ensure("r", A)
@@ -196,16 +190,14 @@ def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["in the bucket", "private"])
-def test_a_name_is_saved_as_what_the_engine_encodes_under_it_last(saves: bool) -> None:
+def test_a_name_is_saved_as_what_the_engine_encodes_under_it_last(desk: Desk, saves: bool) -> None:
     """vLLM may preempt a request in the pass that has placed its item, and place another."""
-    desk = Desk()
     desk.planner.allocated("r", A, 0.0, saves=True)
     desk.planner.ledger.index.note_present(B.key)
     assert desk.schedule("s", A._replace(key=B.key), saves=saves).saves == ()
 
 
-def test_what_the_bucket_has_is_not_saved_again() -> None:
-    desk = Desk()
+def test_what_the_bucket_has_is_not_saved_again(desk: Desk) -> None:
     desk.planner.on_report(ItemReport(uploaded={A.key: 60.0}), 0.0)
     assert desk.schedule("r", A).saves == ()
     assert len(desk.schedule("r", B).saves) == 1
@@ -227,8 +219,7 @@ def test_a_consumer_saves_nothing_and_a_producer_loads_nothing() -> None:
     assert len(producer.schedule("t", A).saves) == 1, "the bucket may have deleted it"
 
 
-def test_nobody_waits_longer_than_encoding_takes() -> None:
-    desk = Desk()  # 100 rows/s: one second for an item of 100 rows
+def test_nobody_waits_longer_than_encoding_takes(desk: Desk) -> None:
     fifty = wanted("fifty", rows=50)
     assert not desk.ensure("r", fifty)
     desk.now_s = 0.49
@@ -247,15 +238,13 @@ def test_nobody_waits_longer_than_encoding_takes() -> None:
     assert desk.planner.promise("fifty")
 
 
-def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for() -> None:
-    desk = Desk()
+def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for(desk: Desk) -> None:
     desk.planner.pace.fetch.add(nbytes(A), 2.0)
     assert desk.ensure("r", A)
     assert len(desk.orders) == 1, "but asked, for the next one"
 
 
-def test_a_bucket_whose_answers_take_longer_than_encoding_is_not_waited_for() -> None:
-    desk = Desk()
+def test_a_bucket_whose_answers_take_longer_than_encoding_is_not_waited_for(desk: Desk) -> None:
     assert not desk.ensure("r", A), "a second to encode"
     desk.answer(seconds=1.2)
     assert desk.ensure("r", A)
@@ -281,8 +270,7 @@ def test_more_is_expected_of_a_bucket_that_is_slow_but_worth_it() -> None:
     assert not desk.ensure("u", wanted("fourth", rows=5_000)), "it answers again"
 
 
-def test_what_was_waited_already_is_not_expected_again() -> None:
-    desk = Desk()
+def test_what_was_waited_already_is_not_expected_again(desk: Desk) -> None:
     desk.planner.pace.fetch.add(nbytes(A), 0.8)  # 0.9 s is where waiting for it stops to pay
     assert not desk.ensure("r", A, wanted("b"))
     desk.bucket.add(A.key)
@@ -292,9 +280,9 @@ def test_what_was_waited_already_is_not_expected_again() -> None:
 
 
 def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
+    desk: Desk,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = Desk()
     desk.bucket |= {A.key, B.key}
     thoughts = 0
 
@@ -319,8 +307,7 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED, Outcome.DENIED])
-def test_what_does_not_verify_is_encoded(outcome: Outcome) -> None:
-    desk = Desk()
+def test_what_does_not_verify_is_encoded(desk: Desk, outcome: Outcome) -> None:
     desk.bucket.add(A.key)
     desk.ensure("r", A)
     desk.answer(outcome)

@@ -142,17 +142,9 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(
     check(desk.planner)
 
 
-def computing(prompt: str, **setup: object) -> Desk:
-    """A request "r" with this prompt, of which nothing is cached and nothing computed."""
-    desk = Desk(**{"may_load": False, **setup})
-    desk.add("r", prompt)
-    desk.admit("r")
-    return desk
-
-
 def test_beyond_max_saves_inflight_they_are_dropped_and_counted() -> None:
-    desk = computing("aaaabbbbcccc", max_saves_inflight=1)
-    (save,) = desk.run("r", list(range(6)), 0, 12, new=True).saves
+    desk = Desk(may_load=False, max_saves_inflight=1)
+    (save,) = desk.compute("r", "aaaabbbbcccc", range(6), 0, 12).saves
     assert desk.planner.counters["saves_dropped"] == 2
     desk.copied(save)
     assert desk.compute("next", "dddd", [6, 7], 0, 4).saves == (), "it is not in the bucket yet"
@@ -176,10 +168,7 @@ def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveJob]:
     return desk, fetch, save
 
 
-ENDS = [OK, MISSING, FAILED, Outcome.CORRUPT, Outcome.CANCELLED]
-
-
-@pytest.mark.parametrize("outcome", ENDS)
+@pytest.mark.parametrize("outcome", [OK, MISSING, FAILED, Outcome.CORRUPT, Outcome.CANCELLED])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
 def test_a_chunk_computed_during_its_fetch_is_saved_beside_it(
     outcome: Outcome, order: tuple[int, ...]

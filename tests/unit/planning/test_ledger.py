@@ -174,16 +174,10 @@ def test_what_can_never_be_uploaded_is_given_up_at_once_and_for_good() -> None:
     assert ledger.breaker.state is BreakerState.CLOSED, "it says nothing about the bucket"
 
 
-def broken() -> Desk:
-    """Three fetches have failed in a row."""
+def test_after_a_pause_one_fetch_finds_out() -> None:
     desk = Desk(probe_chunks=3)
     desk.end(desk.fetches_for("unlucky", "aaaabbbbcccc"), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
-    return desk
-
-
-def test_after_a_pause_one_fetch_finds_out() -> None:
-    desk = broken()
     desk.now_s = 0.5
     assert desk.ask("r", "xxxxyyyy") == WAIT
     fetches = desk.fetches()

@@ -98,10 +98,7 @@ def longest(there: dict[Coverage, set[int]], local_tokens: int, tokens: int) -> 
     return max([0, *(end - local_tokens for end in ends)])
 
 
-GROUPS = [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (STATE,)]
-
-
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (STATE,)])
 @pytest.mark.parametrize("seed", range(100))
 def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(
     groups: tuple[Coverage, ...], seed: int

@@ -196,6 +196,7 @@ class Fleet:
 def fleet() -> Iterator[Fleet]:
     fleet = Fleet()
     yield fleet
+    fleet.check()
     fleet.loop.give_up()
 
 
@@ -213,7 +214,6 @@ def test_a_bucket_stays_within_its_budget_and_is_used(fleet: Fleet) -> None:
     assert fleet.sweepers[0].cleaner.deleted_bytes == NBYTES * len(fleet.bucket.deleted)
     # A quiet bucket is listed seldom, a busy one before it has grown by the rest of the budget.
     assert 24 * HOUR_S / SWEEP_MAX_S <= fleet.sweepers[0].cleaner.sweeps <= 24 * 60 / 8
-    fleet.check()
 
 
 def test_what_is_hit_stays_and_what_is_not_hit_goes(fleet: Fleet) -> None:
@@ -233,7 +233,6 @@ def test_what_is_hit_stays_and_what_is_not_hit_goes(fleet: Fleet) -> None:
     assert chunk(11) not in fleet.bucket
     after_s = pytest.approx(BUDGET / NBYTES * 60 / REFRESHED, rel=0.2)
     assert [engine.refresh_after_s for engine in fleet.engines] == [after_s, after_s]
-    fleet.check()
 
 
 def test_a_bucket_that_is_far_from_full_is_left_alone(fleet: Fleet) -> None:
@@ -250,14 +249,12 @@ def test_what_is_not_used_for_long_goes(fleet: Fleet) -> None:
     oldest_s = max(fleet.bucket.age_s(key) for key in fleet.bucket._objects if key in fleet.bucket)
     assert HOUR_S / 2 < oldest_s < HOUR_S * 1.2
     assert min(age_s for age_s, _ in fleet.bucket.deleted) > HOUR_S
-    fleet.check()
 
 
 def test_nothing_young_goes_though_the_budget_is_exceeded(fleet: Fleet) -> None:
     fleet.start(1, max_bytes=5 * NBYTES)
     fleet.run(3, per_hour=600)
     assert len(fleet.bucket.deleted) > 1_000
-    fleet.check()
 
 
 def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> None:
@@ -272,7 +269,6 @@ def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> Non
     assert second.cleaner.sweeps > swept
     assert set(fleet.sweepers) == {first, second}
     assert fleet.bucket.nbytes <= BUDGET
-    fleet.check()
 
 
 def test_one_that_was_stopped_in_a_sweep_deletes_nothing_when_it_wakes(fleet: Fleet) -> None:
@@ -299,7 +295,6 @@ def test_one_that_was_stopped_between_two_attempts_to_delete_deletes_nothing(
     fleet.bucket.write(*range(300))
     fleet.run(2, per_hour=0)
     assert fleet.bucket.nbytes <= BUDGET
-    fleet.check()
 
 
 def test_a_sweep_that_takes_long_keeps_its_lease(fleet: Fleet) -> None:

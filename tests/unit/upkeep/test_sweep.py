@@ -64,23 +64,26 @@ class Bucket(MemoryStore):
         return {info.key async for info in self.list("")}
 
 
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket()
+
+
 async def sweep(bucket: MemoryStore, **options: Any) -> Sweep:
     run = Sweep(bucket, "s3kv", **options)
     await run.run()
     return run
 
 
-async def test_the_young_stay_even_beyond_the_budget() -> None:
-    bucket = Bucket()
+async def test_the_young_stay_even_beyond_the_budget(bucket: Bucket) -> None:
     await bucket.fill(OLD, range(10))
     run = await sweep(bucket, max_bytes=0, before_s=2e9, spare_s=1e9 + 7)
     assert await bucket.keys() == {chunk(OLD, number) for number in (7, 8, 9)}
     assert run.oldest_s == 1e9 + 7
 
 
-async def test_the_second_in_which_the_young_begin_is_split_at_no_place() -> None:
+async def test_the_second_in_which_the_young_begin_is_split_at_no_place(bucket: Bucket) -> None:
     """Of the objects of one second some may go for the budget, but none that is young."""
-    bucket = Bucket()
     await bucket.fill(OLD, [1, 7])
     bucket.now_s = 1e9 + 7.6
     for number in (70, 71, 72):
@@ -113,8 +116,7 @@ async def test_a_checkpoint_comes_before_every_attempt_to_delete_and_can_end_the
     assert len(await bucket.keys()) == 3
 
 
-async def test_the_oldest_go_first_whatever_namespace_they_are_in() -> None:
-    bucket = Bucket()
+async def test_the_oldest_go_first_whatever_namespace_they_are_in(bucket: Bucket) -> None:
     await bucket.fill(OLD, range(0, 10, 2))
     await bucket.fill(NEW, range(1, 10, 2))
     run = await sweep(bucket, max_bytes=350)
@@ -124,15 +126,13 @@ async def test_the_oldest_go_first_whatever_namespace_they_are_in() -> None:
     assert (new.deleted_objects, new.kept_objects, new.kept_bytes) == (3, 2, 200)
 
 
-async def test_what_is_older_goes_even_within_the_budget() -> None:
-    bucket = Bucket()
+async def test_what_is_older_goes_even_within_the_budget(bucket: Bucket) -> None:
     await bucket.fill(OLD, range(10))
     await sweep(bucket, before_s=1e9 + 4, max_bytes=10_000)
     assert await bucket.keys() == {chunk(OLD, number) for number in range(4, 10)}
 
 
-async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace() -> None:
-    bucket = Bucket()
+async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace(bucket: Bucket) -> None:
     for place in (OLD, NEW):
         await bucket.write(place.manifest, b"{}")
         await bucket.write(place.shape("h0-7of8-l0-31of32"), b"")
@@ -144,8 +144,7 @@ async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace() -> 
     assert not run.namespaces[NEW.digest].manifest_deleted
 
 
-async def test_a_manifest_stays_when_somebody_has_written_meanwhile() -> None:
-    bucket = Bucket()
+async def test_a_manifest_stays_when_somebody_has_written_meanwhile(bucket: Bucket) -> None:
     await bucket.write(OLD.manifest, b"{}")
     await bucket.fill(OLD, [1])
     bucket.after_look = {chunk(OLD, 5): b"new"}
@@ -153,8 +152,7 @@ async def test_a_manifest_stays_when_somebody_has_written_meanwhile() -> None:
     assert await bucket.keys() == {OLD.manifest, chunk(OLD, 5)}
 
 
-async def test_nobody_elses_objects_are_touched() -> None:
-    bucket = Bucket()
+async def test_nobody_elses_objects_are_touched(bucket: Bucket) -> None:
     foreign = {*OTHERS, cleaner("s3kv")}
     for key in foreign:
         await bucket.write(key, b"theirs" * 1000)
@@ -168,8 +166,9 @@ async def test_nobody_elses_objects_are_touched() -> None:
     [("before_delete", b"\1" * 100), ("before_delete", b"another"), ("after_look", b"another")],
     ids=["refreshed", "replaced", "replaced at the last moment"],
 )
-async def test_an_object_that_was_written_after_it_was_listed_stays(when: str, data: bytes) -> None:
-    bucket = Bucket()
+async def test_an_object_that_was_written_after_it_was_listed_stays(
+    bucket: Bucket, when: str, data: bytes
+) -> None:
     await bucket.fill(OLD, range(3))
     setattr(bucket, when, {chunk(OLD, 1): data})
     run = await sweep(bucket, max_bytes=0)
@@ -178,8 +177,7 @@ async def test_an_object_that_was_written_after_it_was_listed_stays(when: str, d
     assert (swept.deleted_objects, swept.changed, swept.kept_objects) == (2, 1, 1)
 
 
-async def test_a_dry_run_tells_the_same_and_does_nothing() -> None:
-    bucket = Bucket()
+async def test_a_dry_run_tells_the_same_and_does_nothing(bucket: Bucket) -> None:
     await bucket.write(OLD.manifest, b"{}")
     await bucket.fill(OLD, range(10))
     before = await bucket.keys()

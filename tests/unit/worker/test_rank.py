@@ -120,8 +120,12 @@ class Rig:
         return {(end.job_id, end.kind, end.outcome) for end in report.ends.values()}
 
 
-def test_uses_are_asked_about_and_move_nothing() -> None:
-    rig = Rig()
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_uses_are_asked_about_and_move_nothing(rig: Rig) -> None:
     jobs = (BucketJob(7, JobKind.USE, KEY), BucketJob(8, JobKind.USE, KEY))
     rig.rank.begin(StepPlan(jobs=jobs))
     assert rig.client.jobs == [*jobs]
@@ -159,8 +163,7 @@ def test_merged_reports_have_the_number_of_the_newest_step(numbers: tuple[int | 
     assert merged.number == 4
 
 
-def test_loads_and_saves_are_timed_and_weighed() -> None:
-    rig = Rig()
+def test_loads_and_saves_are_timed_and_weighed(rig: Rig) -> None:
     parts = (CopyPart(0, 0, 0, (1, 2)), CopyPart(0, 1, 0, (3,)))
     rig.rank.load([LoadJob("good", parts), LoadJob("bad", parts)])
     rig.save(SaveJob(1, KEY, 2, (4, 5)), SaveJob(2, KEY, 3, (6, 7)))
@@ -175,8 +178,7 @@ def test_loads_and_saves_are_timed_and_weighed() -> None:
     assert rig.rank.take_seconds() == {}
 
 
-def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
-    rig = Rig()
+def test_a_rank_is_quiet_once_every_end_has_been_taken(rig: Rig) -> None:
     assert rig.rank.is_quiet
     rig.client.is_due = True
     assert not rig.rank.is_quiet
@@ -211,8 +213,7 @@ def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
     assert rig.rank.counters["upload_ok"] == 0, "only what was sent is counted"
 
 
-def test_only_transfers_that_succeed_are_timed() -> None:
-    rig = Rig()
+def test_only_transfers_that_succeed_are_timed(rig: Rig) -> None:
     jobs = tuple(BucketJob(number, JobKind.FETCH, KEY, number) for number in range(1, 4))
     rig.rank.begin(StepPlan(jobs=jobs))
     rig.client.ends = [
@@ -226,8 +227,7 @@ def test_only_transfers_that_succeed_are_timed() -> None:
     assert rig.rank.counters["fetch_missing"] == rig.rank.counters["fetch_failed"] == 1
 
 
-def test_saves_are_fenced_at_once_only_when_told() -> None:
-    rig = Rig()
+def test_saves_are_fenced_at_once_only_when_told(rig: Rig) -> None:
     rig.save(SaveJob(1, KEY, 2, (4, 5)))
     assert rig.copies.fences == []
     rig.save(SaveJob(2, KEY, 3, (6, 7)), SaveJob(3, KEY, 4, (8, 9)), read_first=True)
@@ -256,8 +256,7 @@ def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() ->
     assert len(rig.copies.orders) == len(before) + 1
 
 
-def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
-    rig = Rig()
+def test_it_lingers_for_a_load_and_else_for_the_network(rig: Rig) -> None:
     rig.rank.poll(0.5)
     assert (rig.copies.waits, rig.client.waits) == ([], [0.5])
     rig.rank.load([LoadJob("r", (CopyPart(0, 0, 0, (1, 2)),))])
@@ -273,8 +272,7 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
 PARTS = (CopyPart(0, 0, 0, (1, 2)),)
 
 
-def test_the_report_has_the_number_of_the_plan() -> None:
-    rig = Rig()
+def test_the_report_has_the_number_of_the_plan(rig: Rig) -> None:
     rig.rank.begin(StepPlan(number=7))
     assert rig.rank.take_report() == StepReport(number=7)
     rig.rank.begin(StepPlan())
@@ -285,8 +283,7 @@ def marks_of(rig: Rig) -> list[int]:
     return [order[-1].at for order in rig.copies.orders]
 
 
-def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves() -> None:
-    rig = Rig()
+def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves(rig: Rig) -> None:
     saves = tuple(SaveJob(job, KEY, job, (4, 5)) for job in range(3))
     loads = tuple(LoadJob(name, PARTS) for name in "ab")
     plan = StepPlan(loads=loads, saves=saves)
@@ -300,9 +297,8 @@ def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves() -> None:
     assert rig.copies.marks == 2, "an empty step has none"
 
 
-def test_the_loads_mark_is_behind_the_fences() -> None:
+def test_the_loads_mark_is_behind_the_fences(rig: Rig) -> None:
     """A load may write to what a fenced save still reads."""
-    rig = Rig()
     rig.save(SaveJob(1, KEY, 2, (4, 5)))
     fenced_at: list[int] = []
     rig.copies.fence = lambda jobs: fenced_at.append(rig.copies.marks)  # type: ignore[method-assign]
@@ -312,16 +308,14 @@ def test_the_loads_mark_is_behind_the_fences() -> None:
     assert rig.copies.marks == before + 1
 
 
-def test_loads_wait_for_what_their_step_writes_before_the_forward_where_told() -> None:
-    rig = Rig()
+def test_loads_wait_for_what_their_step_writes_before_the_forward_where_told(rig: Rig) -> None:
     plan = StepPlan(loads=(LoadJob("r", PARTS),))
     rig.rank.begin(plan)
     rig.rank.load(plan.loads, from_now=True)
     assert marks_of(rig) == [2]
 
 
-def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step() -> None:
-    rig = Rig()
+def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step(rig: Rig) -> None:
     passed_over = SaveJob(1, KEY, 2, (4, 5))
     rig.rank.begin(StepPlan(saves=(passed_over,)))
     assert rig.ends() == set()
@@ -338,8 +332,7 @@ def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step() -> N
     assert rig.copies.orders[0][:1] == (2,)
 
 
-def test_a_save_that_is_refused_ends_once() -> None:
-    rig = Rig()
+def test_a_save_that_is_refused_ends_once(rig: Rig) -> None:
     order = SaveJob(1, KEY, 2, (4, 5))
     rig.rank.begin(StepPlan(saves=(order,)))
     rig.rank.refuse((order,))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from s3kv.cli.doctor.findings import Finding, is_healthy, is_permission, remedy_for
+from s3kv.cli.doctor.findings import is_permission, remedy_for
 from s3kv.cli.doctor.master_keys import examine
 from s3kv.config import KEYS_VARIABLE, SECRET_VARIABLE, Config
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
@@ -88,13 +88,6 @@ def test_what_concerns_the_call_and_not_the_caller() -> None:
     assert not is_permission(StoreDenied("no", code="InvalidAccessKeyId"))
     assert not is_permission(StoreUnavailable("no"))
     assert not is_permission(None)
-
-
-def test_a_warning_is_no_fault() -> None:
-    assert is_healthy(
-        [Finding("a", "ok", ""), Finding("b", "warning", ""), Finding("c", "skipped", "")]
-    )
-    assert not is_healthy([Finding("a", "ok", ""), Finding("b", "fault", "")])
 
 
 KEYS = ["0123456789abcdef" * 4, "f" * 64]

@@ -117,11 +117,6 @@ async def test_a_key_given_twice(twice: str, monkeypatch: pytest.MonkeyPatch) ->
     assert KEYS[3][:8] not in said
 
 
-async def test_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEYS_VARIABLE, KEYS[0][:-2])
-    assert "word 1 is not a key" in await refused()
-
-
 async def test_kms_is_asked_for_all_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the longest wait is that for one."""
     begun: list[bytes] = []

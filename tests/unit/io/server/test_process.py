@@ -281,18 +281,6 @@ async def test_without_its_keys_an_engine_does_not_serve(
     assert not store.asked
 
 
-async def test_with_its_keys_it_uploads_nothing_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", "0123456789abcdef" * 4)
-    store = MemoryStore()
-    async with rig.serving(store, encryption="aes-gcm") as (worker, _):
-        worker.fill(1, number=1)
-        assert (await worker.end_of(rig.upload(1))).outcome is Outcome.OK
-        assert (await worker.end_of(rig.fetch(2, number=1))).outcome is Outcome.OK
-        assert bytes(worker.slot(2)) == rig.sealed(1)
-    assert await store.head(rig.object_key(1)) is None
-    assert [info.key.endswith(".encrypted.safetensors") async for info in store.list("")] == [True]
-
-
 async def test_a_defect_in_every_job_is_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -309,17 +297,6 @@ async def test_a_defect_at_start_is_told() -> None:
     async with served(lambda _: store, on_unavailable="serve") as (worker, serving):
         assert await worker.hear() == wire.Ready(False, "defect", "ZeroDivisionError('oops')")
         await serving
-
-
-async def test_a_bucket_that_never_answers_is_given_up() -> None:
-    class SilentStore(MemoryStore):
-        async def check(self, prefix: str | None = None) -> bool:
-            return await asyncio.Event().wait()
-
-    async with served(lambda _: SilentStore(), start_timeout_s=0.05) as (worker, _):
-        answer = await worker.hear()
-        assert (answer.serving, answer.trouble) == (False, "unavailable")
-        assert "no answer within 0.05 s" in answer.message
 
 
 async def test_the_end_of_the_stream_ends_everything() -> None:

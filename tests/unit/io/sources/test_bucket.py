@@ -23,7 +23,7 @@ from s3kv.objects.headers import Mismatch
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
-from s3kv.stores.store import ObjectInfo, ObjectStore, Receiver, landing, read_small
+from s3kv.stores.store import ObjectInfo, ObjectStore, Receiver, landing
 from s3kv.types import ItemShape, Outcome, TensorSpec
 from tests import servers
 from tests.unit.io import compressed, rig
@@ -129,9 +129,6 @@ async def test_header_and_payload_in_memory_of_their_own(
             assert form.check(read, read.nbytes, b"hash") == "digest"
 
 
-DATA = {number: compressed.payload(number) for number in range(8)}
-
-
 @CLIENTS
 @pytest.mark.parametrize("places", range(1, 6))
 async def test_objects_of_both_forms_in_any_order(
@@ -142,7 +139,8 @@ async def test_objects_of_both_forms_in_any_order(
     monkeypatch.setattr(source, "HEDGE_PERCENT", 0.0)
     monkeypatch.setattr(source, "RANGE_BYTES", 2**16)
     async with opened(moto_url, client, places=places) as (store, bucket):
-        for number, data in DATA.items():
+        for number in range(8):
+            data = compressed.payload(number)
             form = compressed.stored if number in (1, 2, 5, 6) else compressed.plain
             key = f"forms/{client}-{places}-{number}"
             await store.put(key, Place.of(form(data)), if_absent=True)
@@ -155,28 +153,6 @@ async def test_objects_of_both_forms_in_any_order(
         requests = store.traffic.requests
         assert requests["GET|2xx"] + requests["GET|4xx"] == 9 * (1 + places), "all in ranges"
         assert (requests["GET|4xx"] > 0) == (places > 2)
-
-
-@CLIENTS
-@pytest.mark.parametrize("places", [0, 3])
-async def test_without_a_codec_a_compressed_object_is_a_miss_and_stays(
-    client: Any, places: int, moto_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers.set_credentials(monkeypatch)
-    async with opened(moto_url, client, decodes=False, places=places) as (store, bucket):
-        key, held = f"codec/{client}-{places}", compressed.stored(DATA[1])
-        await store.put(key, Place.of(held), if_absent=True)
-        place, block_hash = compressed.apart(compressed.FORMAT), rig.chunk(1).block_hash
-        job = TransferJob(1, JobKind.FETCH, key, block_hash, compressed.FORMAT, place)
-        for _ in range(2):
-            end = await bucket.fetch(job)
-            assert (end.outcome, end.nbytes, end.reason) == (Outcome.MISSING, 0, "codec")
-            assert "pip install" in end.detail
-        place.payload[:] = DATA[1]
-        assert (await bucket.upload(replace(job, kind=JobKind.UPLOAD))).outcome is Outcome.EXISTS
-        found = await read_small(store, key, 2**21)
-        assert found is not None
-        assert found[1] == held
 
 
 async def fetch(worker: Worker) -> JobEnd:

@@ -190,32 +190,21 @@ async def test_off_stores_plain_objects_and_reads_both(bucket: Bucket) -> None:
 
 
 async def test_without_the_package_compressed_objects_are_misses(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, range_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "codec", lambda: None)
     bucket.hold(KEY, STORED)
-    async with serving(bucket, compress="auto") as worker:
+    async with serving(bucket, range_bytes, compress="auto") as worker:
         for _ in range(2):
             end = await fetched(worker)
             assert (end.outcome, end.reason, end.source) == (Outcome.MISSING, "codec", "bucket")
-        assert bucket.reads == {None: 2}
+            assert "pip install" in end.detail
+        assert bucket.reads[None] == (0 if range_bytes else 2)
         assert (await uploaded(worker)).outcome is Outcome.EXISTS
         assert (await uploaded(worker, 2)).outcome is Outcome.OK
         assert bucket.held() == STORED
         assert bucket.held(2) == compressed.plain(OTHER_DATA, block_hash=HASH_2)
         assert not {name for name in (await worker.settled()).counters if "coded" in name}
-
-
-async def test_the_setting_on_needs_the_package(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compression, "codec", lambda: None)
-    greeting = compressed.greeting(compress="on")
-    async with rig.served(lambda _: bucket, greeting=greeting) as (worker, _):
-        answer = await worker.hear()
-        assert (answer.serving, answer.trouble) == (False, "config")
-        assert "compress" in answer.message
-        assert await worker.hear() is None
 
 
 async def test_a_worker_of_items_compresses_nothing(bucket: Bucket) -> None:

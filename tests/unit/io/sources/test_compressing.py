@@ -134,13 +134,6 @@ async def test_no_more_than_two_wait_for_the_thread(pool: ThreadPoolExecutor, he
     assert is_idle(compressor)
 
 
-async def test_in_a_hurry_none_is_compressed(pool: ThreadPoolExecutor) -> None:
-    compressor = compressor_of(pool)
-    compressor.in_hurry = True
-    assert await stored(compressor, job_of()) == compressed.plain(DATA)
-    assert counted(compressor) == {"left_plain|busy": 1}
-
-
 async def test_the_memory_lasts_until_the_upload_has_ended(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,19 +237,12 @@ def opened(**settings: Any) -> Compressor:
     return open_compressor(Config(**{"bucket": "bkt", **settings}), time.monotonic)
 
 
-@pytest.mark.parametrize("mode", ["auto", "on", "off"])
-async def test_compressed_objects_are_read_whatever_the_setting(mode: Any) -> None:
-    compressor = opened(compress=mode)
-    assert compressor.decoder.codec is compression.codec() is not None
-    assert not compressor.decoder.seals
-    expected = compressed.plain(DATA) if mode == "off" else STORED
-    assert await stored(compressor, job_of()) == expected
-    compressor.close()
-
-
-def test_with_a_disk_the_plain_object_is_sealed() -> None:
-    compressor = opened(disk_path="/x", disk_bytes=2**30)
-    assert compressor.decoder.seals
+@pytest.mark.parametrize(
+    ("disk", "seals"), [({}, False), ({"disk_path": "/x", "disk_bytes": 2**30}, True)]
+)
+def test_with_a_disk_alone_the_plain_object_is_sealed(disk: dict[str, Any], seals: bool) -> None:
+    compressor = opened(**disk)
+    assert compressor.decoder.seals is seals
     compressor.close()
 
 
@@ -275,8 +261,6 @@ async def test_without_the_package_the_setting_on_is_an_error(
 
 def test_objects_that_are_not_verified_are_not_decoded() -> None:
     assert opened(integrity="none").decoder.codec is None
-    with pytest.raises(ConfigError, match=r"compress is 'on'.*integrity is 'none'.*'auto'"):
-        Config(bucket="bkt", integrity="none", compress="on")
 
 
 def test_the_speed_of_one_thread_is_that_of_its_best_segment() -> None:

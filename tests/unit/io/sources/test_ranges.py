@@ -183,12 +183,6 @@ async def test_a_server_that_tells_no_etag_is_not_read_twice_each_time(
     assert "has no ETag" in caplog.text
 
 
-async def test_an_object_that_is_not_there(bucket: Bucket) -> None:
-    async with fetching(bucket) as worker:
-        assert (await fetched(worker)).outcome is Outcome.MISSING
-        assert bucket.reads[None] == 0
-
-
 LENGTHS = [3, 4096 * 3, rig.FORMAT.object_bytes - 1, rig.FORMAT.object_bytes + 1]
 
 

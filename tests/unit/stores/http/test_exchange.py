@@ -128,15 +128,6 @@ def test_a_body_that_is_not_wanted_is_left_unread(
     assert not exchange.reusable
 
 
-def test_a_body_longer_than_its_place_is_left_unread() -> None:
-    buffer = bytearray(b"unto")
-    exchange = reading(Place.of(buffer))
-    feed(exchange, OK + b"hello", 1000)
-    assert exchange.response is not None
-    assert (exchange.response.nbytes, bytes(buffer)) == (5, b"unto")
-    assert not exchange.reusable
-
-
 @pytest.mark.parametrize(
     ("bounds", "served", "received", "whole"),
     [

@@ -206,13 +206,6 @@ async def test_a_server_without_conditional_deletes_deletes(s3_store: OpenStore)
     assert ['if-match: "e"' in head.lower() for head in at.heads] == [True, False]
 
 
-async def test_check_names_the_missing_bucket_of_a_real_server(s3_store: OpenStore) -> None:
-    with servers.moto_server() as url:
-        async with s3_store(url) as store:
-            with pytest.raises(StoreMissing, match=r"bkt at .*NoSuchBucket"):
-                await store.check()
-
-
 async def test_check_without_credentials(
     s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,14 +261,11 @@ async def test_check_with_a_host_that_does_not_answer(s3_store: OpenStore) -> No
             filler.close()
 
 
-OBJECT = servers.http(b"x" * 300_000)
-
-
 async def test_tls(s3_store: OpenStore, certificate: Path, server_tls: ssl.SSLContext) -> None:
     buffer = memoryview(bytearray(300_000))
 
     def answer(head: str, _: bytes) -> bytes:
-        return servers.http() if head.startswith("PUT") else OBJECT
+        return servers.http() if head.startswith("PUT") else servers.http(b"x" * 300_000)
 
     async with servers.canned(answer, tls=server_tls) as at:
         async with s3_store(at.url, ca_bundle=f"{certificate}.crt") as store:

@@ -106,19 +106,6 @@ def test_the_fast_client_is_refused_where_it_cannot_serve(
         open_store(Config(**{"bucket": "bkt", "client": "fast", **settings}))
 
 
-def test_an_io_process_says_so_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in PROXY.items():
-        monkeypatch.setenv(name, value)
-    with contextlib.closing(Slab.create(2**20)) as slab:
-        client = IoClient(rig.handshake(Config(bucket="bkt", client="fast")), slab)
-        client.start()
-        try:
-            with pytest.raises(ConfigError, match="client is 'fast', and the environment names"):
-                client.wait_ready(50.0)
-        finally:
-            client.close()
-
-
 async def use(url: str) -> None:
     """Each kind of request once, and one that finds nothing."""
     async with opened(url, bucket=servers.BUCKET) as store:

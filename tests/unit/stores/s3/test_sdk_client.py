@@ -135,21 +135,17 @@ class Script:
 async def play(url: str, bucket: str) -> None:
     print(f"S3KV_SEED={SEED} replays this")
     with mock.patch.object(s3_store, "PAGE_KEYS", 7):
-        await _play(url, bucket)
-
-
-async def _play(url: str, bucket: str) -> None:
-    async with both(url, bucket) as stores:
-        scripts = [
-            Script(SEED, store, f"same/{name}/")
-            for store, name in zip(stores, ("1", "2"), strict=True)
-        ]
-        for number in range(STEPS):
-            fast, reference = [await script.step() for script in scripts]
-            assert fast == reference, f"step {number}"
-        counted = [{k: n for k, n in store.traffic.requests.items() if n} for store in stores]
-        assert counted[0] == counted[1]
-        assert stores[0].traffic.received_bytes == stores[1].traffic.received_bytes
+        async with both(url, bucket) as stores:
+            scripts = [
+                Script(SEED, store, f"same/{name}/")
+                for store, name in zip(stores, ("1", "2"), strict=True)
+            ]
+            for number in range(STEPS):
+                fast, reference = [await script.step() for script in scripts]
+                assert fast == reference, f"step {number}"
+            counted = [{k: n for k, n in store.traffic.requests.items() if n} for store in stores]
+            assert counted[0] == counted[1]
+            assert stores[0].traffic.received_bytes == stores[1].traffic.received_bytes
 
 
 async def test_random_operations_on_moto(moto_url: str) -> None:
