@@ -137,7 +137,7 @@ def test_a_load_that_vllm_never_places_is_computed(
     engine.check()
 
 
-@both
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_blocks_that_vllm_has_hashed_and_nobody_computes_are_hit_by_nobody(
     engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
