@@ -93,6 +93,7 @@ UNSAVED: Mapping[str, str] = {
     "saves_without_room": "memory_full",
     "saves_without_blocks": "blocks_gone",
     "saves_believed_present": "believed_present",
+    "saves_doubtful": "doubtful",
 }
 """The KV planner's counters of chunks computed and not saved, and the reason of each. Those of
 `saves_dropped` in none of them are "inflight"."""
@@ -238,7 +239,8 @@ KV_METRICS: Mapping[str, Metric] = {
     "saves_dropped": Metric(
         "Chunks not saved. inflight: 256 were being uploaded. "
         "memory_full: every slot of host memory was in use. blocks_gone: the engine had given up "
-        "blocks of the chunk. believed_present: the bucket had lost the chunk meanwhile.",
+        "blocks of the chunk. believed_present: the bucket had lost the chunk meanwhile. "
+        "doubtful: a load of its request had failed, or the cache had been reset.",
         labels={"reason": ("inflight", *UNSAVED.values())},
     ),
     "save_ok": Metric("Chunks copied to host memory, per rank."),

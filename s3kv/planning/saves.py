@@ -114,6 +114,7 @@ class ChunkSaves:
         job = None if full or is_barred else ledger.plan_save(key, blocks)
         if job is None:
             ledger.counters["saves_dropped"] += 1
+            ledger.counters["saves_doubtful"] += is_barred
         elif ledger.residency is not None:
             ledger.residency.append(Origin(key, request.request_id, position))
         return job

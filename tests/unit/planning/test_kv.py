@@ -136,7 +136,7 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(
     assert desk.lookup("r") == NOTHING
     desk.admit("r", blocks)
     assert desk.run("r", blocks, 0, 10, new=True).saves == ()
-    assert desk.planner.counters["saves_dropped"] == {"queued": 2, "waiting": 1}.get(moment, 0)
+    assert desk.planner.counters["saves_doubtful"] == {"queued": 2, "waiting": 1}.get(moment, 0)
     assert desk.pinned() == 0
     desk.planner.finished("r")
     check(desk.planner)
