@@ -202,8 +202,7 @@ def offload_fingerprint(
 
 
 def _states(vllm_config: VllmConfig) -> list[Any] | None:
-    """What the bytes of a state mean; None for a model without states. Padding makes pages of other
-    numbers equally long."""
+    """What the bytes of a state mean, which padding makes equally long; None without states."""
     if not (vllm_config.model_config.has_inner_state or vllm_config.model_config.is_hybrid):
         return None
     drafts = fields(vllm_config.speculative_config, ("num_speculative_tokens",))

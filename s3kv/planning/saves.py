@@ -95,10 +95,13 @@ class ChunkSaves:
             return None
         # A later step is too late for a chunk that is on its way: the request may have none, or no
         # longer the blocks. The I/O process uploads it only if the bucket turns out to lack it.
-        is_barred = request.saving.is_barred
         if ledger.index.is_present(key):
-            if state is ChunkState.FETCHING and not is_barred:
+            if state is ChunkState.FETCHING:
                 ledger.fetch_job(key).is_computed = True
+            return None
+        if request.saving.is_barred:  # its tables may be unknown
+            ledger.counters["saves_dropped"] += 1
+            ledger.counters["saves_doubtful"] += 1
             return None
         held, members = coverage.blocks_of(position), coverage.members
         blocks = tuple(
@@ -111,10 +114,9 @@ class ChunkSaves:
                 ledger.counters["saves_without_blocks"] += 1
             return None
         full = ledger.saves_inflight >= self._max_saves_inflight
-        job = None if full or is_barred else ledger.plan_save(key, blocks)
+        job = None if full else ledger.plan_save(key, blocks)
         if job is None:
             ledger.counters["saves_dropped"] += 1
-            ledger.counters["saves_doubtful"] += is_barred
         elif ledger.residency is not None:
             ledger.residency.append(Origin(key, request.request_id, position))
         return job

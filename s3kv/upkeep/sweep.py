@@ -59,9 +59,8 @@ class Oldest:
         self._left_out_s = math.inf
         """Last write of the oldest object that was added and is not held."""
 
-    def add(self, namespace: Namespace, info: ObjectInfo) -> None:
-        modified, name = (-info.modified_s, info.key), (namespace.prefix, namespace.digest)
-        entry = (*modified, info.nbytes, info.etag, *name)
+    def add(self, of: Namespace, info: ObjectInfo) -> None:
+        entry = (-info.modified_s, info.key, info.nbytes, info.etag, of.prefix, of.digest)
         if len(self._heap) < REMEMBERED:
             heapq.heappush(self._heap, entry)
             return

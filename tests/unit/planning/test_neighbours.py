@@ -56,7 +56,9 @@ def test_a_planner_that_takes_over_serves_whoever_comes_from_then_on() -> None:
     desk.admit("second", [4, 5])
     (save,) = desk.run("second", [4, 5], 0, 4, new=True).saves
     desk.planner.finished("second")
-    # The first one goes on, is fenced, and neither saved nor looked up.
+    # The first one goes on, is fenced, and neither saved nor looked up. Its blocks are not known.
+    assert desk.plan(ScheduledRequest("first", (), False, 4, 4)).saves == ()
+    assert desk.planner.counters["saves_doubtful"] == 1
     plan = desk.run("first", [5], 4, 4, new=False)
     assert plan.saves == ()
     assert plan.fences == (save.job_id,)
