@@ -125,7 +125,8 @@ def offloads_with(connector: str, given: Mapping[str, str], multi_modal: bool | 
     """Whether the value of --connector means vLLM's own connector, with s3kv as its tier."""
     if connector != "auto":
         return connector == _OFFLOADING
-    return runs_on_gpus() and multi_modal is False and not given.keys() & BEYOND_TOKENS
+    suits = multi_modal is False and given.get("--scheduling-policy") != "priority"
+    return runs_on_gpus() and suits and not given.keys() & BEYOND_TOKENS
 
 
 def with_host_memory(

@@ -66,8 +66,7 @@ def check_requests_are_known(
     check_media_names(vllm_config, trusted=sees and config.trust_media_names)
     if vllm_config.scheduler_config.policy == "priority":
         raise UnsupportedError(
-            "with --scheduling-policy priority vLLM may cache blocks that were never computed "
-            f"(vllm#57580), and hand them to a tier: {other}"
+            f"with priorities vLLM may cache blocks that were never computed (vllm#57580): {other}"
         )
     if getattr(model, "enable_prompt_embeds", False) or not cover_inputs():
         raise UnsupportedError(f"vLLM's keys may leave out parts of prompt embeddings: {other}")

@@ -29,7 +29,7 @@ def test_vllm_has_the_options_that_are_read_and_added(known: set[str]) -> None:
     added = {"--shutdown-timeout", "--ec-transfer-config"}
     read = serve.CONNECTING | set(serve.SHORT) | set(serve.SHORT.values())
     read |= {"--block-size", "--config", "--distributed-executor-backend"}
-    read |= serve.BEYOND_TOKENS | {"--language-model-only", "--revision"}
+    read |= serve.BEYOND_TOKENS | {"--language-model-only", "--revision", "--scheduling-policy"}
     assert added | read <= known
     for short, name in serve.SHORT.items():
         parsed = [serve_parser().parse_args([o, "2", "--enable-lora"]) for o in (short, name)]

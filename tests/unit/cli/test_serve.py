@@ -96,6 +96,8 @@ def own(**settings: Any) -> dict[str, Any]:
         (GPU, "--connector S3KVConnector", own()),
         (GPU, "--enable-lora", own()),
         (GPU, "--enable_prompt_embeds", own()),
+        (GPU, "--scheduling-policy priority", own()),
+        (GPU, "--scheduling-policy=fcfs", tier(2**30)),
         (CPU, "", own()),
         (CPU, "-tp 2 --set chunk_tokens=512", own(chunk_tokens=512)),
         (CPU, "--connector OffloadingConnector", tier(2**30)),
