@@ -103,6 +103,8 @@ class SchedulerSide(Guarded):
         self._has_priorities = has_priorities
         self._miscounts_sessions = miscounts_sessions
         self._requests: dict[str, Request] = {}
+        self._computed: dict[str, int] = {}
+        """With priorities, each request's tokens after its last step."""
         self._unplanned: list[str] = []
         """Requests whose load has been promised since the last plan."""
         self.planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
@@ -268,7 +270,9 @@ class SchedulerSide(Guarded):
         if self._has_priorities and self.pool is not None:
             preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
             self._forget_uncomputed(self.pool, preempted & self._requests.keys())
-        scheduled = scheduled_requests(output, self._sizes)
+        scheduled = [*scheduled_requests(output, self._sizes)]
+        for step in scheduled if self._has_priorities else ():
+            self._computed[step.request_id] = step.computed_tokens + step.scheduled_tokens
         plan = self.planner.plan(scheduled, time.monotonic(), *written_blocks(output))
         if pause_s := self._linger.pause_s(output, lambda: self.planner.has_arrivals_inflight):
             plan = replace(plan, linger_s=pause_s)
@@ -282,7 +286,7 @@ class SchedulerSide(Guarded):
         would answer wrongly, and their chunks would be uploaded."""
         wrong, known = set[bytes](), self._sizes.hash_tokens
         for request_id in preempted:
-            computed = self.planner.request(request_id).saving.computed
+            computed = self._computed.get(request_id, 0)
             own: Sequence[Any] = self._requests[request_id].block_hashes
             for coverage in self._sizes.coverages:
                 size = coverage.block_tokens
@@ -291,9 +295,7 @@ class SchedulerSide(Guarded):
                     if pool.get_cached_block(block_hash, [group]):
                         wrong.add(make_block_hash_with_group_id(block_hash, group))
         if wrong:
-            pool.evict_blocks(
-                {block.block_id for block in pool.blocks if block.block_hash in wrong}
-            )
+            pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash in wrong})
 
     @guarded(default=lambda: None)
     def on_output(self, output: KVConnectorOutput) -> None:
@@ -324,6 +326,7 @@ class SchedulerSide(Guarded):
         self._telemetry.is_stale = True
         self._hashes.finished(request.request_id)
         self._requests.pop(request.request_id, None)
+        self._computed.pop(request.request_id, None)
         self.adapters.finished(request.request_id)
         self.planner.finished(request.request_id)
         self._events.finished(request)

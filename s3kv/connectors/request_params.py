@@ -60,7 +60,7 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
 
 
 def params_of(request: Any) -> Any:
-    """The `kv_transfer_params`; of a session, of its present turn, while vLLM keeps the first's."""
+    """The `kv_transfer_params`; of a session, those of its present turn: vLLM keeps the first's."""
     if getattr(request, "resumable", False) and request.sampling_params is not None:
         return (request.sampling_params.extra_args or {}).get("kv_transfer_params")
     return request.kv_transfer_params

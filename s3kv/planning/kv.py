@@ -317,7 +317,6 @@ class KVPlanner:
                     request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(blocks_after(self._coverages, first_written, step.block_ids))
-            request.saving.computed = step.computed_tokens + step.scheduled_tokens
             if may_save and (jobs := self._saves.plan(request, step, now_s)):
                 saves += jobs
         self._go_on(now_s)

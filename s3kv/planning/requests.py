@@ -131,8 +131,6 @@ class Saving:
     KV may be wrong or in an unknown place for another reason. Once barred, it stays so."""
     saved: int = 0
     """Position up to which all chunks have been decided on (saved or not)."""
-    computed: int = 0
-    """Tokens after the last step that it was in."""
 
     def allowed(self, chunks: int) -> int:
         """The number of these chunks that may be saved."""
