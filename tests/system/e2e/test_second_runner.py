@@ -179,8 +179,8 @@ def test_blocks_are_read_before_the_next_step_zeroes_them(rig: Rig) -> None:
         wrong = saved_late(prompts[3:], guarded=False)
     assert cached(right) == cached(wrong) == [1_200 // 128 * 128] * 3
     assert tokens(right) == rig.truth(prompts[:3])
-    assert wrong[0].tokens != rig.truth(prompts[3:4])[0]
-    assert wrong[1].tokens != rig.truth(prompts[4:5])[0]
+    # Any of them shows what the guard is for.
+    assert tokens(wrong) != rig.truth(prompts[3:])
 
 
 @pytest.mark.long
