@@ -103,8 +103,7 @@ class SchedulerSide(Guarded):
         self._has_priorities = has_priorities
         self._miscounts_sessions = miscounts_sessions
         self._requests: dict[str, Request] = {}
-        self._computed: dict[str, int] = {}
-        """With priorities, each request's tokens after its last step."""
+        self._computed: dict[str, int] = {}  # tokens after a request's last step
         self._unplanned: list[str] = []
         """Requests whose load has been promised since the last plan."""
         self.planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
@@ -188,7 +187,7 @@ class SchedulerSide(Guarded):
         self._requests[request.request_id] = request
         if self._miscounts_sessions and self._may_save and getattr(request, "resumable", False):
             self._may_save = self.planner.may_save = False
-            logger.warning("s3kv no longer saves: vLLM miscounts sessions with these drafts")
+            logger.warning("s3kv no longer saves: vLLM may keep wrong KV of sessions with drafts")
         limits = read_limits(params_of(request), request.request_id)
         self._enter(request, adapter, limits)
 

@@ -166,7 +166,8 @@ class Housekeeping:
             for key in self._registration.keys:
                 self.refresher.exists(key)
             # A use refreshes only from that age on, and by chance at first.
-            await asyncio.sleep(self._config.refresh_after_s / 4 or _INTRODUCED_AGAIN_S)
+            quarter_s = self._config.refresh_after_s / 4 or _INTRODUCED_AGAIN_S
+            await asyncio.sleep(min(quarter_s, _INTRODUCED_AGAIN_S))
 
 
 async def _after(pause_s: float, work: _Work) -> None:

@@ -5,6 +5,7 @@ For the parameters of its hooks see test_vllm_api.py, for loads and their ends t
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -98,6 +100,28 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
     assert fetches_of(plans[0])
     assert [plan.linger_s > 0 for plan in plans] == [False, pauses, pauses]
     assert scheduler.broken is None
+
+
+@pytest.mark.parametrize(
+    ("drafts", "ahead", "saves"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_a_session_ends_saves_beside_drafts_that_are_verified_within_the_step(
+    tiny_config: Any, drafts: bool, ahead: bool, saves: bool
+) -> None:
+    config = copy.copy(tiny_config)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="S3KVConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"bucket": "bucket"},
+    )
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.async_scheduling = ahead
+    speculative: Any = SimpleNamespace(use_eagle=lambda: False)
+    config.__dict__["speculative_config"] = speculative if drafts else None
+    scheduler = S3KVConnector(config, KVConnectorRole.SCHEDULER, groups(FULL))._scheduler
+    scheduler.set_workers([HANDSHAKE])
+    scheduler.on_new_request(request("session", resumable=True))
+    assert (scheduler.planner.may_save, scheduler.broken) == (saves, None)
 
 
 @since(0, 32, "`CacheHitSource`")

@@ -30,6 +30,7 @@ def engine_config(directory: Path) -> Any:
 
 
 SEEDS = range(24)
+both = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 
 
 def life(
@@ -107,7 +108,7 @@ def test_every_request_ends(
     assert set(seen) >= happens, f"never: {happens - set(seen)}"
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@both
 def test_with_one_queue_for_both_some_lives_stop(
     engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +138,7 @@ def test_a_load_that_vllm_never_places_is_computed(
     engine.check()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@both
 def test_blocks_that_vllm_has_hashed_and_nobody_computes_are_hit_by_nobody(
     engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
