@@ -52,7 +52,7 @@ class DerivedHashes(Sequence[bytes]):
     blocks before the next image.
 
     adapter: the digest of the adapter; empty without one. features, contents: the request's media,
-    and the digest of each. Slices are empty once `features` has grown, as it does in a session.
+    and the digest of each. It is empty once `features` has grown, as it does in a session.
     """
 
     def __init__(
@@ -73,14 +73,12 @@ class DerivedHashes(Sequence[bytes]):
             self._keys.append(blake2b(content, key=self._keys[-1], digest_size=32).digest())
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._hashes) if len(self._features) == len(self._starts) else 0
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
-            return self._derive(range(len(self._hashes))[index])
-        if len(self._features) != len(self._starts):
-            return []
-        return [self._derive(block) for block in range(*index.indices(len(self._hashes)))]
+            return self._derive(range(len(self))[index])
+        return [self._derive(block) for block in range(*index.indices(len(self)))]
 
     def _derive(self, block: int) -> bytes:
         key = self._keys[bisect_left(self._starts, (block + 1) * self._block_tokens)]
@@ -143,8 +141,8 @@ class RequestHashes:
         self._block_tokens = block_tokens
         self._digests = MediaDigests()
         self._names = MediaNames()
-        self._used: dict[str, frozenset[str]] = {}
-        """The media names that each living request uses."""
+        self._used: dict[str, tuple[str, ...]] = {}
+        """The names of each living request's media, in their order."""
         self._barred: set[str] = set()
         self._covers_inputs = cover_inputs()
         self._logged: set[str] = set()
@@ -180,7 +178,7 @@ class RequestHashes:
     def _contents(self, request: Request) -> list[bytes] | None:
         """The digests of the request's media; None if the request must not be cached."""
         features = request.mm_features
-        self._used[request.request_id] = frozenset(feature.identifier for feature in features)
+        self._used[request.request_id] = tuple(feature.identifier for feature in features)
         contents, disputed = [], False
         for feature in features:
             content = self._digests.of(feature)
@@ -202,14 +200,14 @@ class RequestHashes:
 
     def scheduled(self, request_id: str, features: Sequence[MultiModalFeatureSpec]) -> None:
         """Note that the engine is about to compute this request. Media that it has got since it
-        arrived, as a session does, are of unknown content. So nothing that is computed with their
-        names is cached."""
+        arrived, as a session does, are of unknown content, even under a name that it had. So
+        nothing that is computed with their names is cached."""
         if self._trusts or not features:
             return
-        known = self._used.get(request_id, frozenset())
-        new = {feature.identifier for feature in features} - known
+        known = self._used.get(request_id, ())
+        new = tuple(feature.identifier for feature in features[len(known) :])
         if new:
-            self._used[request_id] = known | new
+            self._used[request_id] = known + new
         for name in new:
             self._is_disputed(name, None)
 

@@ -98,14 +98,14 @@ def test_a_name_that_stood_for_two_images_bars_whoever_uses_it() -> None:
     assert hashes(request("after", picture(HASH)), of) == [], "and for good"
 
 
-def test_what_a_session_is_given_later_is_not_cached() -> None:
-    of = hashing()
-    session = request("session", resumable=True)
+@pytest.mark.parametrize("had", [(), (picture(HASH, offset=40),)], ids=["new name", "known name"])
+def test_what_a_session_is_given_later_is_not_cached(had: tuple[MultiModalFeatureSpec]) -> None:
+    of, session = hashing(), request("session", *had, resumable=True)
     before = of.of(session, None)
     assert before[:2] == HASHES[:2]
     assert hashes(request("other", picture(HASH)), of)
     session.mm_features.append(picture(HASH, value=2))
-    assert before[2:] == []
+    assert (len(before), before[2:]) == (0, [])
     of.scheduled("session", session.mm_features)
     assert of.take_barred() == {"session", "other"}
     of.scheduled("session", session.mm_features)
