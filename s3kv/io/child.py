@@ -65,8 +65,8 @@ class Child:
                 self._process.kill()
             raise OSError(str(error)) from error
         if processors is not None:
-            # A dead process is reported elsewhere.
-            with contextlib.suppress(ProcessLookupError):
+            # A dead process is reported elsewhere; any other runs where this one does.
+            with contextlib.suppress(OSError):
                 os.sched_setaffinity(self._process.pid, processors)
 
     @property
@@ -144,6 +144,8 @@ class Child:
 
     def end(self, timeout_s: float) -> None:
         """Hang up and wait for the process to end; kill it after `timeout_s`."""
+        if not self.is_dead():  # others that were forked from its parent may hold the stream open
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         self.hung_up = True
         for wait_s in (timeout_s, _KILLED_S):

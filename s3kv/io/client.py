@@ -88,8 +88,7 @@ class IoClient:
 
         Raises `IoProcessError` if the process cannot be started, or was started before.
         """
-        state = self.life.state
-        if state is not State.NEW:
+        if (state := self.life.state) is not State.NEW:
             raise IoProcessError(f"the I/O client cannot be started: it is {state.value}")
         try:
             self._spawn(self._handshake)
@@ -112,9 +111,8 @@ class IoClient:
         self.close()
         if ready is None or ready.trouble is None:
             raise IoProcessError(reason)
-        raise next(e for e, trouble in wire.TROUBLES.items() if trouble == ready.trouble)(
-            ready.message
-        )
+        error = next(e for e, trouble in wire.TROUBLES.items() if trouble == ready.trouble)
+        raise error(ready.message)
 
     def drain(self, timeout_s: float) -> int:
         """Give up fetches and wait up to `timeout_s` for uploads. Returns the uploads left.
@@ -127,9 +125,8 @@ class IoClient:
             self._post(wire.Drain(timeout_s))
             deadline_s = time.monotonic() + timeout_s + _GRACE_S
             self._wait(lambda: self._answers.drained is not None, deadline_s)
-        if self._answers.drained is not None:
-            return self._answers.drained.left
-        return len(uploads - jobs.uploaded())
+        drained = self._answers.drained
+        return len(uploads - jobs.uploaded()) if drained is None else drained.left
 
     def settle(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` until every job on memory has ended, then kill the process, which
@@ -159,8 +156,7 @@ class IoClient:
         """Exchange messages until `done`, the deadline, or the end of the process."""
         while (child := self._up) is not None and not done():
             child.flush()
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            if (left_s := deadline_s - time.monotonic()) <= 0:
                 return
             is_dead = child.is_dead()  # before, or its last messages would be lost
             self._receive(child, min(left_s, CHECK_S))
@@ -257,14 +253,14 @@ class IoClient:
                 self._heartbeat.answered()
             case wire.Ready():
                 self._answers.ready = message
+                self._heartbeat.answered()
                 if not message.serving:
                     self.life.failed(message.message, self._clock() + _GRACE_S)
             case wire.Drained():
                 self._answers.drained = message
 
     def _count(self, stats: wire.Stats) -> None:
-        before = self._answers.stats
-        counted = before.counters if before is not None else {}
+        counted = self._answers.stats.counters if self._answers.stats else {}
         for name, value in stats.counters.items():
             self.counters[name] += value - counted.get(name, 0)
 

@@ -19,6 +19,8 @@ _PAUSE_MAX_S = 30.0
 CHECK_S = 1.0
 _SILENCE_MAX_S = 30.0
 """Time after which an unanswered ping means that the process hangs; its loop never blocks."""
+_START_S = 60.0
+"""Time besides for the first answer, to the start, which takes a busy machine up to a minute."""
 
 
 class State(IdentityEnum):
@@ -108,7 +110,7 @@ class Heartbeat:
     """Checks of a process that is up, a second apart. Each sends a ping if none is unanswered."""
 
     def __init__(self, now_s: float) -> None:
-        self._checked_s, self._pinged_s = now_s, math.inf
+        self._checked_s, self._pinged_s = now_s, now_s + _START_S
 
     def is_idle(self, now_s: float) -> bool:
         """Whether no answer is under way and no check is due."""

@@ -31,9 +31,9 @@ from s3kv.types import TensorSpec
 
 logger = logging.getLogger("s3kv")
 
-_PROCESS_START_S = 30.0
-"""Time for an I/O process to start, to have KMS decrypt its keys (`kms.ANSWER_S`) and to open its
-disk (`disk.PATIENCE_S`), before `START_TIMEOUT_S` begins. So it gives up first, and says why."""
+_PROCESS_START_S = 130.0
+"""Time for an I/O process to start (0.6 s of a core, of which it may get 1 %), and for KMS and its
+disk, before `START_TIMEOUT_S` begins. So it gives up first, and says why."""
 
 
 def introduce(

@@ -62,6 +62,10 @@ def test_a_process_that_has_lived_long_is_replaced_at_once() -> None:
 
 def test_a_ping_a_second_and_silence_after_thirty() -> None:
     heart = Heartbeat(0.0)
+    assert heart.check(90.0) == "waits", "a busy machine takes long to start it"
+    assert heart.check(91.1) == "hangs"
+    heart = Heartbeat(0.0)
+    heart.answered()
     assert heart.is_idle(0.9)
     assert heart.check(0.9) is None
     assert heart.check(1.0) == "ping"

@@ -132,7 +132,7 @@ def test_a_worker_waits_for_kms_and_for_the_bucket_one_after_the_other() -> None
     waits: list[float] = []
     client = mock.Mock(wait_ready=lambda seconds: waits.append(seconds) or Ready(True, None, ""))
     try_bucket(client)
-    process_start_s = 10.0
+    process_start_s = 90.0  # as measured on two busy cores
     assert waits[0] > kms.ANSWER_S + START_TIMEOUT_S + process_start_s
 
 
