@@ -194,7 +194,10 @@ class Server:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._tls, self._wrong_tls = tls, wrong_tls
-        self._address, self._port = address, 0
+        # Its port stays its own while nobody listens: bound, it refuses (`lab.service.free_ports`).
+        self._place = _bound(address, 0)
+        self._address = address
+        self._port: int = self._place.getsockname()[1]
         self._listener: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._fault: Fault | None = None
@@ -208,11 +211,8 @@ class Server:
         self.up, self.down = Link(self._valve), Link(self._valve)
 
     async def listen(self, tls: ssl.SSLContext | None) -> int:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock = _bound(self._address, self._port)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-        sock.bind((self._address, self._port))
-        self._port = sock.getsockname()[1]
         sock.listen(128)
         serve = partial(self._serve, self._changes)
         self._listener = await asyncio.start_server(serve, sock=sock, ssl=tls, limit=2**20)
@@ -309,6 +309,13 @@ class Server:
                 if broken.reset:
                     _reset(writer)
                 return
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((address, port))
+    return sock
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

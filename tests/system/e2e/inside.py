@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from s3kv.planning.requests import RequestState
 
-_LONGEST_S = 60.0
+_LONGEST_S = 200.0
 _ID = "inside"
 
 
@@ -159,6 +159,13 @@ def serve_and_save_late(engine: LLMEngine, prompts: list[list[int]], *, guarded:
     del copies.save, copies.fence
     start(list(held))
     worker._fences_at_once = True
+
+
+def published(engine: LLMEngine) -> int:
+    """The number of the last batch of KV events, once all have been sent."""
+    publisher = _scheduler(engine).kv_event_publisher
+    publisher._event_queue.join()
+    return int(publisher._buffer[-1][0])
 
 
 def schedules_ahead(engine: LLMEngine) -> bool:

@@ -31,16 +31,19 @@ LINE: dict[str, tuple[Fault, str]] = {
     "overloaded": (s3_error(503, "SlowDown", verbs=GET), "fetch_failed"),
     "forbidden": (s3_error(403, "AccessDenied", verbs=GET), "fetch_denied"),
     # Last, because its fetch may end after its request, and is counted as failed then.
-    "slow": (Fault(kind="trickle", verbs=GET, nbytes=100, seconds=0.1), "deadline_cuts"),
+    "slow": (Fault(kind="trickle", verbs=GET, nbytes=100, seconds=0.2), "deadline_cuts"),
 }
 """What happens on the way, and the counter that tells of it."""
 SOON = {
-    "request_timeout_ms": 3_000,
+    "request_timeout_ms": 8_000,
     "max_attempts": 1,
-    "max_wait_ms": 3_000,
+    "max_wait_ms": 8_000,
+    "min_bytes_per_s": 1,
     "hedge_percent": 0.0,
     "miss_ttl_s": 0.0,
 }
+"""Seconds between what is told apart by time: silence is given up after 4 s, the request goes on
+after 8 s, and the slow answer, which no timeout strikes, takes 24 s."""
 
 
 def another(objects: dict[str, bytes], key: str) -> bytes:

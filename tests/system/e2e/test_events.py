@@ -30,11 +30,14 @@ class Router:
         self.holds: dict[str, dict[Any, tuple[int, ...]]] = defaultdict(dict)
         self.removed: dict[str, set[Any]] = defaultdict(set)
         self.cleared = 0
+        self._heard = -1
 
-    def listen(self) -> None:
-        """Take in what comes, until nothing has come for half a second."""
-        while self._socket.poll(500):
-            _, _, payload = self._socket.recv_multipart()
+    def listen(self, last: int) -> None:
+        """Take in what comes, up to the batch of this number."""
+        while self._heard < last:
+            assert self._socket.poll(100_000), f"batch {last} is lost: {self._heard} came last"
+            _, number, payload = self._socket.recv_multipart()
+            self._heard = int.from_bytes(number, "big")
             _, events, *_ = msgspec.msgpack.decode(payload)
             for event in events:
                 self._take_in(event)
@@ -85,11 +88,14 @@ def test_routers_are_told_what_becomes_of_chunks(rig: Rig, router: Router) -> No
     }
     with rig.serve(rig.tiny, little, kv_events_config=publish) as engine:
 
+        def listen() -> None:
+            router.listen(engine.call("tests.system.e2e.inside:published"))
+
         def ask(prompt: list[int]) -> int | None:
             (answer,) = engine.generate([prompt])
             at_rest(engine)
             engine.generate([prompt[:8]], max_tokens=1)  # events come with a step
-            router.listen()
+            listen()
             return cached([answer])[0]
 
         ask(first)
@@ -121,5 +127,5 @@ def test_routers_are_told_what_becomes_of_chunks(rig: Rig, router: Router) -> No
 
         engine.reset_prefix_cache(connector=True)
         engine.generate([first[:8]], max_tokens=1)
-        router.listen()
+        listen()
         assert not router.tokens("CPU") | router.tokens("STORAGE")

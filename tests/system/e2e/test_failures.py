@@ -46,7 +46,7 @@ class Asker:
         assert [a.finish_reason for a in answers] == ["length"] * len(numbers)
         assert tokens(answers) == [self._expected[n] for n in numbers]
 
-    def ask_until(self, what: str, true: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    def ask_until(self, what: str, true: Callable[[], bool], timeout_s: float = 250.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not true():
             assert time.monotonic() < deadline, f"never happened: {what}"
@@ -116,7 +116,7 @@ def test_the_io_process_killed_in_the_middle(rig: Rig, expected: list[Answer]) -
             asker = Asker(engine, expected)
             slow.shut_after(CHUNK_BYTES * 3 // 2)
             asker.ask(0, 1)
-            slow.wait_until_shut(30.0)  # in the middle of an upload
+            slow.wait_until_shut(200.0)  # in the middle of an upload
             kill_io(engine)
             slow.open()
             asker.ask_until(
@@ -126,7 +126,7 @@ def test_the_io_process_killed_in_the_middle(rig: Rig, expected: list[Answer]) -
             engine.reset_prefix_cache()
             slow.shut_after(CHUNK_BYTES * 3 // 2)
             pending = engine.begin_generate(PROMPTS, concurrency=3)
-            slow.wait_until_shut(30.0)  # in the middle of a fetch
+            slow.wait_until_shut(200.0)  # in the middle of a fetch
             kill_io(engine)
             slow.open()
             asker.check([Answer(**answer) for answer in pending.result()], range(len(PROMPTS)))

@@ -178,7 +178,7 @@ def test_two_tensor_ranks(rig: Rig, case: Case) -> None:
             own = engine.generate(asks)
             assert cached(own) == [case.short] * 2
             expected = tokens(own)
-        wait_until("both ranks have uploaded", uploaded, 120.0)
+        wait_until("both ranks have uploaded", uploaded)
         engine.reset_prefix_cache()
         host = engine.generate(asks)
     with rig.launch(model, connector, **args) as engine:

@@ -78,7 +78,14 @@ def ask_both(server: Server, encoder: Engine, seen: Prometheus) -> None:
                 and value(seen, NAMESPACE + name) > 0  # noqa: B023
             ),
         )
-    time.sleep(2.0)  # two more scrapes: rates need points
+    for _ in range(2):  # rates need points
+        wait_for_scrapes(seen)
+
+
+def wait_for_scrapes(seen: Prometheus) -> None:
+    """Until everything has been scraped once more."""
+    now_s = value(seen, "vector(time())")
+    wait_until("all is scraped", lambda: value(seen, "min(timestamp(up))") > now_s)
 
 
 def value(seen: Prometheus, name: str) -> float:
@@ -86,8 +93,9 @@ def value(seen: Prometheus, name: str) -> float:
 
 
 def as_asked(expr: str) -> str:
-    """As Grafana sends it, with everything chosen."""
-    chosen_of = {"$__rate_interval": "1m", "$job": ".*", "$model": ".*"}
+    """As Grafana sends it, with everything chosen, and all that has happened in the interval: what
+    was saved at first may be minutes ago."""
+    chosen_of = {"$__rate_interval": "1h", "$job": ".*", "$model": ".*"}
     chosen_of |= {f"${n}": v["query"] for n, v in VARIABLES.items() if v["type"] == "textbox"}
     for variable, chosen in chosen_of.items():
         expr = expr.replace(variable, chosen)

@@ -31,6 +31,7 @@ from tests.system.e2e.conftest import (
     Truth,
     at_rest,
     cached,
+    changed,
     new_bucket,
     patient_for,
     tokens,
@@ -50,6 +51,7 @@ BLOCKS = 14
 """Of the engines' KV caches: with five requests of the crowd they are full, with six too small."""
 SMALL = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1_600, "max_num_batched_tokens": 256}
 CROWD_TOKENS = 24
+PRIVATE = {"s3kv": {"save": False}}
 
 
 def preemptions(engine: Engine) -> float:
@@ -76,7 +78,12 @@ class FirstLife:
 @pytest.fixture(scope="module")
 def first_life(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[FirstLife]:
     with new_bucket(s3) as bucket:
-        with serve(tiny, patient_for(s3, bucket), **SMALL, **ARGS) as engine:
+        connector = changed(patient_for(s3, bucket), miss_ttl_s=3_600.0)
+        with serve(tiny, connector, **SMALL, **ARGS) as engine:
+            # Then it is known that the bucket has nothing of the crowd: all of it begins at once,
+            # and overlaps however slow the bucket is.
+            engine.generate([Ask(prompt, 1, kv_transfer_params=PRIVATE) for prompt in CROWD])
+            engine.reset_prefix_cache()
             crowd = engine.generate(CROWD, max_tokens=CROWD_TOKENS, concurrency=len(CROWD))
             preempted = preemptions(engine)
             cold = engine.generate(PROMPTS, concurrency=2)

@@ -78,9 +78,9 @@ def test_the_documented_commands_start_servers_of_one_namespace(
             assert server.metric("vllm:s3kv_internal_errors_total") == 0
             hits = server.metric("vllm:s3kv_hit_tokens_bucket_total")
             assert hits == (0 if known == "new" else HIT_TOKENS)
-            wait_until("it is uploaded", lambda: len(rig.s3.objects("my-bucket")) == CHUNKS, 120.0)
+            wait_until("it is uploaded", lambda: len(rig.s3.objects("my-bucket")) == CHUNKS)
             server.interrupt()
-            server.wait_until_gone(120.0)
+            server.wait_until_gone(200.0)
         name = f"s3kv {s3kv.__version__} "
         (start,) = (line for line in messages(log.read_text()) if line.startswith(name))
         assert " reads and writes bucket my-bucket under s3kv/ at " in start
@@ -104,6 +104,6 @@ def test_the_tier_hits_as_it_is_configured(rig: Rig) -> None:
         log = rig.tmp_path / f"{hits}.log"
         with Engine(rig.tiny, connector=connector, env=rig.s3.env, log_path=log) as engine:
             answers = engine.generate(PROMPTS)
-            wait_until("it is uploaded", lambda: len(rig.objects()) == 2 * CHUNKS, 120.0)
+            wait_until("it is uploaded", lambda: len(rig.objects()) == 2 * CHUNKS)
         assert [answer.cached_tokens for answer in answers] == [hits] * len(PROMPTS)
     assert tokens(answers) == tokens(rig.reference(rig.tiny, PROMPTS))

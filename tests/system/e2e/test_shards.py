@@ -54,7 +54,7 @@ def wait_until_there(s3: S3Server, bucket: str, stored: dict[str, int]) -> None:
         names = {key.rpartition("/")[2] for key in s3.everything(bucket)}
         return held(s3, bucket) == stored and stored.keys() <= names
 
-    wait_until("what was computed is in the bucket", there, timeout_s=60)
+    wait_until("what was computed is in the bucket", there)
 
 
 def namespaces(s3: S3Server, bucket: str) -> set[str]:

@@ -31,6 +31,8 @@ class Case:
     """Another chunk's object lies under the right key."""
     nameless: bool = False
     """The server's name cannot be resolved."""
+    in_time: bool = False
+    """Time alone tells of the fault."""
 
 
 _ERROR_BODY = "<Error><Code>InternalError</Code><Message>on command</Message></Error>"
@@ -67,9 +69,12 @@ CASES: dict[str, Case] = {
     ),
     "delay": Case(fault=Fault(kind="delay", seconds=0.05), **_HARMLESS),
     "trickle": Case(
-        fault=Fault(kind="trickle", nbytes=1000, seconds=0.1), lookup=_ABSENT, start=None
+        fault=Fault(kind="trickle", nbytes=1000, seconds=0.1),
+        lookup=_ABSENT,
+        start=None,
+        in_time=True,
     ),
-    "black-hole": Case(fault=Fault(kind="black_hole")),
+    "black-hole": Case(fault=Fault(kind="black_hole"), in_time=True),
     "internal-error": Case(fault=s3_error(500, "InternalError")),
     "unavailable": Case(fault=s3_error(503, "ServiceUnavailable")),
     "slow-down": Case(fault=s3_error(503, "SlowDown")),

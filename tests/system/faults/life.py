@@ -42,10 +42,10 @@ CONSTANTS: dict[str, Any] = {
     # A chunk whose probe is under way when its request ends is not saved.
     "probe_chunks": 1,
     "recompute_gate": False,
-    "start_timeout_s": 5.0,
+    "start_timeout_s": 60.0,
 }
 """Constants of `lab.constants` for lives."""
-HANG_S = 20.0
+HANG_S = 120.0
 """Nothing here may take this long; it is no measure, only the end of a test that hangs."""
 
 

@@ -18,6 +18,9 @@ from tests.system.faults.life import CONSTANTS, SLOTS, Life
 from tests.unit.io import rig
 
 BUCKET = "faults"
+PATIENT = {"request_timeout_ms": 120_000, "max_wait_ms": 60_000, "hedge_percent": 0.0}
+"""With which no request is given up or sent twice because the machine stands still for a moment:
+what is counted here is what the store was asked, and how it answered."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ class Place:
 
     def begin(self, *more_urls: str, **settings: Any) -> Life:
         """Begin a life with these settings, and constants for all lives of the test."""
-        settings, others = constants.split(settings)
+        settings, others = constants.split(PATIENT | settings)
         self._constants.enter_context(constants.changed(**(CONSTANTS | others)))
         self._lives.append(Life(self.store.url, BUCKET, "s3kv.io", *more_urls, **settings))
         assert self._lives[-1].start() is None
@@ -71,7 +74,8 @@ def place(server: S3Server, store: Proxy) -> Iterator[Place]:
 
 
 def test_nothing_is_tried_again_when_nobody_waits_any_more(place: Place) -> None:
-    life = place.begin(max_wait_ms=100, max_attempts=10)
+    # The first attempt is given up long after its request.
+    life = place.begin(max_wait_ms=100, max_attempts=10, request_timeout_ms=3_000)
     place.fill(1)
     place.store.fault(Fault(kind="black_hole", verbs=("GET",)))
     assert life.serve(1) == 0
@@ -109,6 +113,7 @@ def test_the_breaker_opens_and_closes_for_all_ranks(place: Place) -> None:
     with proxy(str(place.server.url)) as other:
         life = place.begin(other.url)
         breaker = life.planner.ledger.breaker
+        breaker.first_pause_s = 25.0  # over when the test says so, and not before
         place.fill(*range(1, 40))
         assert life.serve(1) == 1
         other.fault(Fault(kind="refuse"))
@@ -117,6 +122,7 @@ def test_the_breaker_opens_and_closes_for_all_ranks(place: Place) -> None:
             assert life.serve(chunk) == 0
             chunk += 1
             assert chunk < 20, "it never opens"
+        life.settle_jobs()
         asked = place.store.statistics().requests["GET"]
         assert life.serve(chunk) == 0
         assert place.store.statistics().requests["GET"] == asked, "nobody asks while it is open"
@@ -180,7 +186,7 @@ def test_of_ranks_that_hold_the_same_the_first_uploads_and_all_read(place: Place
 
 def test_saves_are_dropped_when_uploads_are_slower(place: Place) -> None:
     """No request and no step waits for an upload: all are served before the first has ended."""
-    life = place.begin(request_timeout_ms=120_000)
+    life = place.begin()
     place.store.fault(Fault(kind="black_hole", verbs=("PUT",)))
     for number in range(3 * SLOTS):
         life.compute(number)

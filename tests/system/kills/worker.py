@@ -54,7 +54,7 @@ def serve(pipe: Connection, rank: int, config: Config, seed: int) -> None:
         clock=time.monotonic,
         padding_bytes=PADDING_BYTES,
     )
-    client.wait_ready(20.0)
+    client.wait_ready(120.0)
     pipe.send(client.pid)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (command := pipe.recv())[0] != "stop":
