@@ -194,7 +194,7 @@ def test_memory_that_is_not_there_leaks_nothing(monkeypatch: pytest.MonkeyPatch)
     before = open_slabs()
     with pytest.raises(ConfigError, match=r"Cannot allocate memory\. Set host_bytes"):
         Slab.create(PAGE, node=NodeChoice(1, "on node 1", frozenset(os.sched_getaffinity(0))))
-    assert open_slabs() == before
+    assert open_slabs() <= before
 
 
 @pytest.mark.usefixtures("forbidden")

@@ -17,7 +17,7 @@ import pytest
 
 from s3kv.errors import ConfigError
 from s3kv.host import slab as slab_module
-from s3kv.host.limits import MemoryLimits, memory_limits
+from s3kv.host.limits import MemoryLimits
 from s3kv.host.slab import Slab, slab_files
 
 PAGE = mmap.PAGESIZE
@@ -131,10 +131,10 @@ def test_close_twice_and_with_a_slice_alive() -> None:
 
 def test_more_than_there_is_names_the_setting() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    for nbytes in (memory_limits().available_bytes * 2, 2**62):
+    for nbytes in (2 * PAGE * os.sysconf("SC_PHYS_PAGES"), 2**62):
         with pytest.raises(ConfigError, match=r"needed on this host, .* available.*Set host_by"):
             Slab.create(nbytes)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_failing_mapping_names_the_setting_and_leaks_nothing(
@@ -147,7 +147,7 @@ def test_a_failing_mapping_names_the_setting_and_leaks_nothing(
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"Cannot allocate memory.*Set host_bytes"):
         Slab.create(PAGE)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 RANK_BYTES = 4 * 2**20

@@ -23,15 +23,15 @@ def say(*words: object) -> None:
 
 
 def sleep(client: IoClient, slab: Slab) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def fork_and_sleep(client: IoClient, slab: Slab) -> None:
     """Have another child hold a copy of the socket."""
     if os.fork() == 0:
-        time.sleep(20)
+        time.sleep(600)
         os._exit(0)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def upload_after_interrupt(client: IoClient, slab: Slab) -> None:
@@ -54,7 +54,7 @@ def drain(client: IoClient, slab: Slab) -> None:
     for i in range(4):
         rig.fill(slab, i, number=i)
         client.submit(rig.upload(i))
-    client.drain(20.0)
+    client.drain(200.0)
 
 
 DEEDS: list[Callable[[IoClient, Slab], None]] = [
@@ -68,9 +68,10 @@ DEEDS: list[Callable[[IoClient, Slab], None]] = [
 def main() -> None:
     endpoint, bucket, deed = sys.argv[1:]
     slab = Slab.create(8 * rig.SLOT_BYTES)
-    client = IoClient(rig.handshake(Config(bucket=bucket, endpoint_url=endpoint)), slab)
+    config = Config(bucket=bucket, endpoint_url=endpoint, request_timeout_ms=400_000)
+    client = IoClient(rig.handshake(config), slab)
     client.start()
-    client.wait_ready(20)
+    client.wait_ready(250.0)
     say(client.pid)
     {d.__name__: d for d in DEEDS}[deed](client, slab)
 

@@ -167,7 +167,7 @@ async def served(
                 yield worker, serving
             finally:
                 worker.hang_up()
-                await asyncio.wait_for(asyncio.wait([serving]), 5)
+                await asyncio.wait_for(asyncio.wait([serving]), 100)
 
 
 @contextlib.asynccontextmanager

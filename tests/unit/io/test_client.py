@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +34,8 @@ from tests.unit.io.stubborn import StubbornServer, stubborn_server
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
+PATIENCE_S = 250.0
+"""Longest wait for what a busy machine does late."""
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ class Clock:
 
 
 def until(condition: Callable[[], object], what: str = "the condition") -> None:
-    wait_until(what, condition, 20.0)
+    wait_until(what, condition)
 
 
 def ends(client: IoClient, count: int) -> dict[int, JobEnd]:
@@ -123,7 +125,7 @@ def test_round_trip(
 
 def test_one_poll_waits_for_an_end_when_told(moto_url: str, slab: Slab, open_client: Open) -> None:
     client = open_client(moto_url, clock=Clock())  # time stands still, so nobody pings
-    client.wait_ready(20.0)
+    client.wait_ready(PATIENCE_S)
     assert client.poll(linger_s=60.0) == [], "nothing is under way, so there is nothing to wait for"
     fetch(client, 1, number=404)
     (done,) = client.poll(linger_s=60.0)
@@ -172,14 +174,14 @@ def test_ids_of_running_jobs_cannot_be_used_again(
 def test_a_missing_bucket_is_said(moto_url: str, open_client: Open) -> None:
     client = open_client(moto_url, bucket="no-such-bucket")
     with pytest.raises(StoreMissing, match="no-such-bucket"):
-        client.wait_ready(20)
+        client.wait_ready(PATIENCE_S)
     assert client.life.state is State.CLOSED
 
 
 def test_a_server_that_is_not_there_is_waited_for_when_told(open_client: Open) -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     client = open_client(url, on_unavailable="serve", max_attempts=1)
-    ready = client.wait_ready(20)
+    ready = client.wait_ready(PATIENCE_S)
     assert (ready.serving, ready.trouble) == (True, "unavailable")
     assert end_of_fetch(client, 1).outcome is Outcome.FAILED
     assert client.life.deaths == 0
@@ -196,7 +198,7 @@ def test_a_process_that_ends_at_once_is_said(
     )
     client = open_client("http://127.0.0.1:1", module=module)
     with pytest.raises(IoProcessError, match="has ended with exit status"):
-        client.wait_ready(20)
+        client.wait_ready(PATIENCE_S)
     os.close(held[0])
 
 
@@ -236,7 +238,7 @@ def test_keys_that_kms_does_not_decrypt_end_the_start(
     monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
     client = open_client(moto_url, encryption="aes-gcm", on_unavailable="serve")
     with pytest.raises(ConfigError, match=r"KMS does not decrypt it: .*InvalidCiphertextException"):
-        client.wait_ready(30.0)
+        client.wait_ready(PATIENCE_S)
 
 
 # How it dies
@@ -255,7 +257,7 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
     monkeypatch.setenv("S3KV_ENCRYPTION_KEYS", f"kms:{told}")
     monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
     client = open_client(moto_url, encryption="aes-gcm")
-    client.wait_ready(30.0)
+    client.wait_ready(PATIENCE_S)
     rig.fill(slab, 1, number=1)
     upload(client, 1)
     assert ends(client, 1)[1].outcome is Outcome.OK
@@ -286,7 +288,7 @@ def test_a_killed_process_is_replaced_and_its_jobs_fail_once(
     client = open_client(stubborn.url)
     for i in range(1, 6):
         fetch(client, i, number=1)
-    until(lambda: client.poll() or len(stubborn.begun) == 5)
+    until(lambda: client.poll() or len(stubborn.begun) >= 5)
     pid = client.pid
     os.kill(pid, signal.SIGKILL)
     failed = ends(client, 5)
@@ -305,7 +307,7 @@ def test_an_idle_client_reads_only_when_it_checks_its_process(
 ) -> None:
     clock, reads = Clock(), 0
     client = open_client(moto_url, clock=clock)
-    client.wait_ready(30.0)
+    client.wait_ready(PATIENCE_S)
     receive = Child.receive
 
     def counted(child: Child, wait_s: float) -> list[Any]:
@@ -359,7 +361,7 @@ def test_an_engine_that_pauses_for_long_does_not_kill_its_process(
 ) -> None:
     clock = Clock()
     client = open_client(moto_url, clock=clock)
-    client.wait_ready(20)
+    client.wait_ready(PATIENCE_S)
     for _ in range(3):
         clock.now_s += 3600.0
         before = client._answers.stats
@@ -377,7 +379,7 @@ def test_a_process_that_breaks_the_protocol_is_replaced(open_client: Open) -> No
 
 def test_closing_is_bounded_and_can_be_repeated(moto_url: str, open_client: Open) -> None:
     client = open_client(moto_url)
-    client.wait_ready(20)
+    client.wait_ready(PATIENCE_S)
     pid = client.pid
     os.kill(pid, signal.SIGSTOP)  # it will not end by itself
     client.close()
@@ -404,10 +406,10 @@ def test_a_drain_finishes_uploads(
     for i in range(12):
         rig.fill(slab, i, number=i)
         upload(client, i)
-    assert client.drain(30) == 0
+    assert client.drain(PATIENCE_S) == 0
     assert bucket.list_objects_v2(Bucket=BUCKET)["KeyCount"] == 12
     assert {e.outcome for e in ends(client, 12).values()} == {Outcome.OK}
-    assert client.drain(30) == 0
+    assert client.drain(PATIENCE_S) == 0
 
 
 def busy_client(stubborn: StubbornServer, open_client: Open) -> IoClient:
@@ -416,7 +418,7 @@ def busy_client(stubborn: StubbornServer, open_client: Open) -> IoClient:
     for i in range(3):
         upload(client, i)
     fetch(client, 9, number=1)
-    until(lambda: client.poll() or len(stubborn.begun) == 2)
+    until(lambda: client.poll() or len({*stubborn.begun}) == 2)
     return client
 
 
@@ -438,7 +440,7 @@ def test_jobs_that_do_not_settle_end_with_their_process(
     stubborn.go_on.set()
     until(lambda: client.poll() or client.life.state is State.UP)
     fetch(client, 2, number=1)
-    client.settle(20)
+    client.settle(PATIENCE_S)
     assert ends(client, 1)[2].outcome is Outcome.OK
 
 
@@ -457,7 +459,7 @@ def test_a_drain_counts_what_a_killed_process_left(
     pid = client.pid
     killing = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
     killing.start()
-    assert client.drain(30) == 3
+    assert client.drain(PATIENCE_S) == 3
     killing.join()
     assert set(ends(client, 4)) == {0, 1, 2, 9}
 
@@ -481,27 +483,27 @@ def parent(
 
     yield start
     for process in started:
-        with contextlib.suppress(ProcessLookupError):
+        if process.returncode is None:  # or the number may be another's by now
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
 
 
-def shared_memory() -> set[str]:
-    """Names of shared memory on this machine. Semaphores and segments of Python's multiprocessing
-    are left out: whatever else runs here makes those."""
-    return {n for n in os.listdir("/dev/shm") if not n.startswith(("sem.", "psm_"))}
+def shared_memory(*pids: int) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped: whatever else runs here has its own."""
+    maps = [Path(f"/proc/{pid}/maps").read_text("ascii") for pid in pids]
+    return {Path(name) for name in re.findall(r"/dev/shm/\S+", "".join(maps))}
 
 
 @pytest.mark.parametrize("deed", ["sleep", "fork_and_sleep"])
 def test_the_process_goes_when_its_parent_is_killed(moto_url: str, parent: Any, deed: str) -> None:
-    shared = shared_memory()
     process, child = parent(moto_url, deed)
     assert not is_gone(child)
+    shared = shared_memory(process.pid, child)
     process.kill()
     until(lambda: is_gone(child), "the end of the I/O process")
-    assert shared_memory() <= shared
+    assert not any(path.exists() for path in shared)
 
 
 def test_signals_to_the_group_leave_the_process_serving(moto_url: str, parent: Any) -> None:
@@ -515,7 +517,7 @@ def test_signals_to_the_group_leave_the_process_serving(moto_url: str, parent: A
 
 def test_a_drain_outlives_a_killed_parent(stubborn: StubbornServer, parent: Any) -> None:
     process, child = parent(stubborn.url, "drain")
-    until(lambda: len(stubborn.begun) == 4)
+    until(lambda: len({*stubborn.begun}) == 4)
     process.kill()  # the Drain was in one frame with the uploads, so it has been read
     process.wait()
     time.sleep(0.2)  # for the process to go, if it did

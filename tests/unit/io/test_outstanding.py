@@ -29,9 +29,7 @@ def carry_out(client: IoClient, jobs: dict[int, Callable[[int], None]]) -> dict[
     ended: dict[int, Outcome] = {}
     number, names = 0, {}
     due = list(jobs)
-    deadline_s = time.monotonic() + 40.0
     while len(ended) < len(jobs):
-        assert time.monotonic() < deadline_s, f"{ended} of {list(jobs)}"
         if client.life.state is State.UP:
             for name in due:
                 number += 1

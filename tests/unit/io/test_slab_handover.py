@@ -15,6 +15,7 @@ import pytest
 from s3kv.errors import UnsupportedError
 from s3kv.host.slab import Slab
 from s3kv.io.slab_handover import SlabTaker, offer_slab, rendezvous
+from tests.waiting import wait_until
 
 
 def new_name(rank: int = 0) -> str:
@@ -28,7 +29,7 @@ def take_in_child(name: str, at: int, leave: Any) -> None:
         slab.view[at : at + 3] = b"abc"
 
     taker = SlabTaker(name, take, b"word")
-    leave.wait(30)
+    leave.wait(250)
     taker.close()
 
 
@@ -42,25 +43,20 @@ def test_what_a_child_writes_the_parent_reads() -> None:
     ]
     for child in children:
         child.start()
-    assert wait_until_listening(names)
-    assert offer_slab(names, slab, 20.0) == [b"word", b"word"]
+    wait_until("the children listen", lambda: all(map(is_listening, names)))
+    assert offer_slab(names, slab, 250.0) == [b"word", b"word"]
     assert bytes(slab.view[0:3]) == b"abc"
     assert bytes(slab.view[100:103]) == b"abc"
     leave.set()
     for child in children:
-        child.join(20)
+        child.join(250)
         assert child.exitcode == 0
     slab.close()
 
 
-def wait_until_listening(names: list[str]) -> bool:
+def is_listening(name: str) -> bool:
     """/proc/net/unix shows abstract sockets with an @."""
-    for _ in range(2_000):
-        listening = Path("/proc/net/unix").read_text()
-        if all("@" + name[1:] in listening for name in names):
-            return True
-        threading.Event().wait(0.01)
-    return False
+    return "@" + name[1:] in Path("/proc/net/unix").read_text()
 
 
 def test_a_worker_that_is_not_there_is_said_so() -> None:
@@ -108,11 +104,11 @@ def test_a_stranger_cannot_hand_a_worker_a_slab(caplog: pytest.LogCaptureFixture
     taken: list[Slab] = []
     taker = SlabTaker(name, taken.append, b"word")
     command = [sys.executable, "-c", STRANGER, name[1:]]
-    answer = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    answer = subprocess.run(command, capture_output=True, timeout=250, check=False)
     assert b"word" not in answer.stdout
     assert "neither this process nor its parent offered" in caplog.text
     slab = Slab.create(4096)
-    assert offer_slab([name], slab, 10.0) == [b"word"], "who comes after is served"
+    assert offer_slab([name], slab, 250.0) == [b"word"], "who comes after is served"
     assert len(taken) == 1
     taker.close()
     slab.close()

@@ -38,6 +38,7 @@ from s3kv.stores.s3 import kms
 from s3kv.types import ChunkKey, Outcome, TensorSpec
 from tests.servers import BUCKET, REGION, forget_credentials, set_credentials
 from tests.unit.io import rig
+from tests.waiting import wait_until
 
 IDENTITY = {"model": "m", "layers": [1, 2]}
 SLAB_BYTES = 2**20
@@ -170,7 +171,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_started(config: 
     with pytest.raises(ConfigError, match=rf"3 × {each:,} \(host_bytes, per rank\)"):
         open_tier(SLAB_BYTES, handshake, planned=((3, each, "host_bytes, per rank"),))
     assert maps().count("s3kv-slab") <= before
-    assert psutil.Process().children() == children
+    assert set(psutil.Process().children()) <= set(children)
 
 
 def descriptors() -> set[str]:
@@ -201,7 +202,8 @@ def test_nothing_is_left_when_a_start_fails(
     with pytest.raises(StoreMissing if fault == "bucket" else IoProcessError):
         open_tier(SLAB_BYTES, handshake, wait=wait)
     assert maps().count("s3kv-slab") <= before
-    assert descriptors() <= known, "some of an earlier test's may be gone by now"
+    # Some of an earlier test's may be gone by now, and moto, in this process, closes late.
+    wait_until("only known descriptors are open", lambda: descriptors() <= known, 60.0)
 
 
 def test_a_bucket_that_is_not_needed_is_said_to_be_away(
@@ -268,7 +270,7 @@ def test_rows_of_borrowed_memory_move_without_their_headers(config: Config, tmp_
         mapped[row_bytes : 2 * row_bytes] = random.Random(3).randbytes(row_bytes)
         for number, (kind, slot) in enumerate([(JobKind.UPLOAD, 1), (JobKind.FETCH, 3)]):
             tier.client.submit(BucketJob(number, kind, ChunkKey(0, bytes(32)), slot))
-            tier.client.settle(20)
+            tier.client.settle(250)
             (end,) = tier.client.poll()
             assert end.outcome is Outcome.OK, end
         empty = bytes(row_bytes)

@@ -82,7 +82,7 @@ async def test_nobody_waits_for_it(
         defects = (await worker.settled()).counters["io_defects"]
         assert defects == isinstance(error, ZeroDivisionError)
         worker.hang_up()
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 100)
     assert said in caplog.text
 
 

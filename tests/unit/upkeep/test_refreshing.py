@@ -379,7 +379,7 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(settings: dict
         assert 0 < ends[1].fresh_s < math.inf
         if settings:
             await counted(worker, "io_refresh_done")
-        worker.say(wire.Drain(5.0))
+        worker.say(wire.Drain(100.0))
         assert await worker.hear() == wire.Drained(0)
     assert bucket.asked["refresh"] == len(settings)
 
@@ -390,7 +390,7 @@ async def test_a_shutdown_answers_the_uses_that_wait() -> None:
     async with rig.serving(bucket) as (worker, _):
         worker.say(use(1), use(2))
         await until(lambda: bucket.asked["head"] > 0)
-        worker.say(wire.Drain(5.0))
+        worker.say(wire.Drain(100.0))
         ends = await worker.done(2)
         assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
         assert await worker.hear() == wire.Drained(0)
@@ -403,7 +403,7 @@ async def test_a_shutdown_does_not_wait_for_copies() -> None:
         await worker.end_of(rig.fetch(1))
         await until(lambda: bucket.asked["refresh"] > 0)
         await worker.end_of(rig.fetch(2))  # and nobody else waits for one
-        worker.say(wire.Drain(5.0))
+        worker.say(wire.Drain(100.0))
         assert await worker.hear() == wire.Drained(0)
 
 

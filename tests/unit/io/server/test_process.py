@@ -305,7 +305,7 @@ async def test_the_end_of_the_stream_ends_everything() -> None:
         worker.say(rig.fetch(1), rig.fetch(2), rig.fetch(3))
         await worker.settled()
         worker.hang_up()
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 100)
         assert store.closed
         assert len(store.begun) == 2
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -347,6 +347,6 @@ async def test_a_drain_goes_on_when_the_worker_is_gone() -> None:
         worker.say(*(rig.upload(i) for i in range(3)), wire.Drain(30.0))
         worker.hang_up()
         store.open_gate()
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 100)
         assert [await store.head(rig.object_key(i)) is not None for i in range(3)] == [True] * 3
         assert store.closed

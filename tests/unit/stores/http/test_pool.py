@@ -230,36 +230,41 @@ async def test_no_answer_is_given_up() -> None:
             await pool.request(put(b"x"))
 
 
+@pytest.mark.parametrize("in_a_thread", [False], indirect=True)
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_time_in_which_nothing_ran_is_not_taken_for_silence(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     """The machine had stopped, say, and the server with it."""
+    arrived, may_answer = threading.Event(), threading.Event()
+
+    def answer_afterwards() -> None:
+        connection, _ = server.accept()
+        with closing(connection):
+            connection.recv(1024)
+            arrived.set()
+            may_answer.wait()
+            connection.sendall(ok(b"here"))
+            connection.recv(1024)
+
     with closing(socket.create_server(("127.0.0.1", 0))) as server, closing(new_loop()) as loop:
-        threading.Thread(target=answer_after_a_while, args=(server,), daemon=True).start()
+        threading.Thread(target=answer_afterwards, daemon=True).start()
         port = server.getsockname()[1]
 
         async def fetch() -> Response:
-            waiting = patience(first_byte_ms=300, progress_ms=300)
+            waiting = patience(first_byte_ms=1_000, progress_ms=1_000)
             pool = Pool("127.0.0.1", port, tls=None, size=1, patience=waiting)
             answer = asyncio.ensure_future(pool.request(GET))
-            await asyncio.sleep(0.05)  # it is sent by now
-            time.sleep(1.0)  # noqa: ASYNC251
+            await until(arrived.is_set)
+            time.sleep(2.0)  # noqa: ASYNC251
+            await until(lambda: any(c._watch._overslept for c in pool._open) or answer.done())
+            may_answer.set()
             try:
                 return await answer
             finally:
                 await pool.close()
 
         assert loop.run_until_complete(fetch()).status == 200
-
-
-def answer_after_a_while(server: socket.socket) -> None:
-    connection, _ = server.accept()
-    with closing(connection):
-        connection.recv(1024)
-        time.sleep(1.15)
-        connection.sendall(ok(b"here"))
-        connection.recv(1024)
 
 
 async def test_a_body_nobody_reads_is_given_up() -> None:
@@ -271,13 +276,14 @@ async def test_a_body_nobody_reads_is_given_up() -> None:
             await pool.request(put(bytes(2**25)))
 
 
+@pytest.mark.parametrize("in_a_thread", [False], indirect=True)
 async def test_a_body_that_is_read_slowly_is_not_given_up() -> None:
     """What the kernel has taken of it is on its way for longer than the answer may take."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    nbytes = 2**23
+    nbytes = 2**22
 
     def read_slowly() -> None:
         connection, _ = listener.accept()
@@ -286,12 +292,12 @@ async def test_a_body_that_is_read_slowly_is_not_given_up() -> None:
             left = nbytes - (len(data) - data.index(b"\r\n\r\n") - 4)
             while left:
                 left -= len(connection.recv(2**16))
-                time.sleep(0.01)
+                time.sleep(0.02)
             connection.sendall(ok(b"kept"))
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
-    slow = patience(first_byte_ms=150, progress_ms=150)
+    slow = patience(first_byte_ms=600, progress_ms=600)
     pool = Pool(*listener.getsockname(), tls=None, size=1, patience=slow)
     assert (await pool.request(put(bytes(nbytes)))).body == b"kept"
     await asyncio.to_thread(reader.join)
@@ -313,8 +319,8 @@ def drip(data: bytes, piece_bytes: int, pause_s: float) -> servers.Handler:
 async def test_a_body_that_is_slow_is_not_given_up_and_one_that_trickles_is() -> None:
     """A trickle never stops moving, so a limit on silence alone would wait until its end."""
     buffer = memoryview(bytearray(10_000))
-    slow = drip(ok(b"0123456789" * 100), 100, 0.05)
-    async with pool_on(slow, progress_ms=400, min_bytes_per_s=10) as pool:
+    slow = drip(ok(b"0123456789" * 100), 100, 0.12)
+    async with pool_on(slow, progress_ms=1_000, min_bytes_per_s=10) as pool:
         await pool.request(get(buffer[:1000]))
         assert bytes(buffer[:1000]) == b"0123456789" * 100
     trickle = drip(ok(bytes(10_000)), 40, 0.01)
@@ -375,6 +381,7 @@ async def test_cancelled_put_sends_no_more() -> None:
             time.sleep(0.1)  # noqa: ASYNC251
 
     task = asyncio.create_task(put_and_reuse())
+    await until(lambda: any(not c._writable.is_set() for c in pool._open))
     await asyncio.sleep(0.1)  # until the socket takes no more
     read_now.set()
     task.cancel()
@@ -411,9 +418,16 @@ async def test_answer_before_the_end_of_the_body() -> None:
 
 
 async def test_close_ends_requests_and_refuses_new_ones() -> None:
-    async with pool_on(silence) as pool:
+    arrived = asyncio.Event()
+
+    async def listen(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        arrived.set()
+        await reader.read()
+
+    async with pool_on(listen) as pool:
         task = asyncio.create_task(pool.request(GET))
-        await asyncio.sleep(0.05)
+        await arrived.wait()
         await pool.close()
         with pytest.raises(StoreUnavailable):
             await task

@@ -77,8 +77,11 @@ async def test_a_shared_credentials_file_is_rewritten(
         assert await asyncio.gather(*(read(store) for _ in range(20))) == [len(OBJECT)] * 20
 
 
-async def test_a_refusal_that_is_meant_is_an_error(s3_store: OpenStore, keys_file: Path) -> None:
+async def test_a_refusal_that_is_meant_is_an_error(
+    s3_store: OpenStore, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the files are not read anew for every request."""
+    monkeypatch.setattr(credentials, "_LOOK_AGAIN_S", 600.0)  # longer than this test takes
     async with facing(Guarded("another"), s3_store) as (guard, store):
         for _ in range(5):
             with pytest.raises(StoreDenied, match=r"s3:GetObject on arn:aws:s3:::bkt/k"):
@@ -228,8 +231,8 @@ async def test_requests_do_not_wait_one_after_another_for_a_source_that_hangs(
         guard.key = "another"
         container.open.clear()
         wait_for = asyncio.wait_for
-        monkeypatch.setattr(credentials, "_LOOK_AGAIN_S", 0.05)
-        monkeypatch.setattr(asyncio, "wait_for", lambda it, s: waits.append(s) or wait_for(it, 0.1))
+        monkeypatch.setattr(credentials, "_LOOK_AGAIN_S", 0.5)
+        monkeypatch.setattr(asyncio, "wait_for", lambda it, s: waits.append(s) or wait_for(it, 0.6))
         ends = await asyncio.gather(*(read(store) for _ in range(8)), return_exceptions=True)
         assert {type(end) for end in ends} == {StoreDenied, StoreUnavailable}
         assert waits.count(credentials._LOOK_S) <= 2

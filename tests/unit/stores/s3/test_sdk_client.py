@@ -16,7 +16,7 @@ from lab.s3 import S3Server
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.place import Place
-from s3kv.stores.s3 import s3_store
+from s3kv.stores.s3 import fast_client, s3_store, sdk_client
 from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
@@ -24,6 +24,7 @@ from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from tests import servers
 from tests.servers import REAL_SERVERS
+from tests.unit.stores.http.test_pool import patience
 from tests.unit.stores.suite import ODD_NAMES, Recorder, apart, pattern
 
 SEED = int(os.environ.get("S3KV_SEED", "20261122"))
@@ -265,10 +266,16 @@ SILENT = {
 
 
 @pytest.mark.parametrize(("answer", "pieces"), SILENT.values(), ids=SILENT)
-async def test_silence_is_told_alike(answer: bytes, pieces: bytes) -> None:
+async def test_silence_is_told_alike(
+    answer: bytes, pieces: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_byte_ms = 300 if not answer else 60_000  # what comes before the silence may be late
+    waits = patience(connect_ms=2_000, first_byte_ms=first_byte_ms, progress_ms=600)
+    for client in (fast_client, sdk_client):
+        monkeypatch.setattr(client, "patience_of", lambda config: waits)
     server = scripted(answer, pieces=pieces, silent=True)
-    async with server as port, both(f"http://127.0.0.1:{port}", request_timeout_ms=600) as stores:
-        asked = [asyncio.wait_for(outcome(CALLS[0], store), 15) for store in stores]
+    async with server as port, both(f"http://127.0.0.1:{port}") as stores:
+        asked = [asyncio.wait_for(outcome(CALLS[0], store), 100) for store in stores]
         fast, reference = [await told for told in asked]
         assert fast == reference
 
