@@ -29,17 +29,10 @@ def _row(field: dataclasses.Field[Any], meaning: str) -> tuple[str, ...]:
     if field.default is dataclasses.MISSING:
         default = "required"
     elif config.is_bytes(field.name):
-        default = _binary(field.default)
+        default = config.size(field.default).replace(".0 ", " ")
     else:
         default = "–" if field.default is None else f"`{str(field.default).lower()}`"
     return f"`{field.name}`", default, config.allowed(field.name), meaning
-
-
-def _binary(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes % size == 0:
-            return f"{nbytes // size} {unit}"
-    return str(nbytes)
 
 
 def command_line() -> str:
