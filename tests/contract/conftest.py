@@ -10,6 +10,7 @@ import pytest
 
 from lab import models
 from lab.constants import changed
+from tests.mutants import Patch
 from tests.vllm_import import import_vllm
 
 collect_ignore_glob = [] if import_vllm() else ["test_*.py"]
@@ -43,3 +44,10 @@ def tiny_config(directory: Path) -> Any:
     from tests.contract.configurations import configured
 
     return configured(models.build(directory, models.TINY))
+
+
+@pytest.fixture
+def engine(tiny_config: Any, monkeypatch: Patch, directory: Path, tmp_path: Path) -> Any:
+    from tests.contract.fingerprints import an_engine
+
+    return an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")

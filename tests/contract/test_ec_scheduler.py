@@ -172,9 +172,7 @@ def test_a_pass_calls_the_io_process_once(side: ECSchedulerSide) -> None:
     assert client.take() == ["cancel 2", "flush"], "there may be no further pass"
 
 
-def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
-    side: ECSchedulerSide,
-) -> None:
+def test_an_item_in_use_and_gone_from_the_bucket_is_uploaded_again(side: ECSchedulerSide) -> None:
     """From the scheduler's memory, by the header that was verified there."""
     slab = Slab.create(2**22)
     client = connect(side, slab)
@@ -239,9 +237,7 @@ def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
         ({"s3kv": {"saev": False}}, 0),
     ],
 )
-def test_an_image_is_saved_if_its_tokens_may_be(
-    side: ECSchedulerSide, params: Any, saved: int
-) -> None:
+def test_an_image_is_saved_if_its_kv_may_be(side: ECSchedulerSide, params: Any, saved: int) -> None:
     one = request("r", feature(offset=10, length=100))
     one.kv_transfer_params = params
     side.ensure(one, 0)
@@ -283,9 +279,7 @@ def test_a_name_is_promised_to_nobody_while_a_request_means_another_image_by_it(
     check(side.planner)
 
 
-def test_a_request_that_means_two_images_by_one_name_is_promised_neither(
-    side: ECSchedulerSide,
-) -> None:
+def test_a_request_with_two_images_of_one_name_is_promised_neither(side: ECSchedulerSide) -> None:
     one = request("r", picture("cat"), picture("cat", value=2.0, offset=200))
     arrive(side, one)
     assert not side.has("cat")

@@ -23,14 +23,7 @@ from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_translate import geometry
 from s3kv.objects.keys import canonical_json, fingerprint_digest
 from tests.contract.configurations import FULL, configured, groups
-from tests.contract.fingerprints import PAGE, Engine, an_engine, drafts, layer, leaves, sees
-
-
-@pytest.fixture
-def engine(
-    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
-) -> Engine:
-    return an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")
+from tests.contract.fingerprints import PAGE, Engine, drafts, layer, leaves, sees
 
 
 def weights_of_an_update(e: Engine, folder: Path | None = None) -> None:
@@ -292,9 +285,7 @@ def test_the_mark_of_another_fp8_is_on_no_other_platform(engine: Engine) -> None
     assert leaves(engine.fingerprint())["kv_cache.dtype"] == engine.vllm.cache_config.cache_dtype
 
 
-def test_a_file_that_a_variable_names_counts_by_its_content_alone(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_a_file_that_a_variable_names_counts_by_its_content(engine: Engine, tmp_path: Path) -> None:
     humming("{}")(engine)
     before = engine.fingerprint()
     humming("{}", "elsewhere")(engine)
@@ -400,9 +391,7 @@ def test_other_states_are_another_namespace_of_a_tier(
     assert (after != before) is has_states
 
 
-def test_another_order_of_tokens_on_the_ranks_is_another_namespace_of_a_tier(
-    engine: Engine,
-) -> None:
+def test_another_order_of_tokens_on_ranks_is_another_namespace_of_a_tier(engine: Engine) -> None:
     before = engine.offload_fingerprint()
     on("parallel_config", cp_kv_cache_interleave_size=16)(engine)
     assert engine.offload_fingerprint() != before

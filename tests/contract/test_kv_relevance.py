@@ -24,7 +24,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from s3kv.connectors import identity
 from tests.contract import test_identity
-from tests.contract.fingerprints import Engine, an_engine, drafts, leaves, sees
+from tests.contract.fingerprints import Engine, drafts, leaves, sees
 from tests.contract.hashed_requests import BLOCK_TOKENS, TOKENS, arriving, hashed, hashing, rows
 from tests.contract.kv_relevance import (
     BLOCK_HASH,
@@ -73,16 +73,13 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 @pytest.fixture
-def engine(
-    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
-) -> Engine:
+def engine(engine: Engine) -> Engine:
     """One that has everything a fingerprint looks at: images, adapters, a draft, diffusion."""
-    it = an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")
-    sees()(it)
-    drafts(it)
+    sees()(engine)
+    drafts(engine)
     for name in ("lora_config", "diffusion_config"):
-        it.set(it.vllm, **{name: SimpleNamespace()})
-    return it
+        engine.set(engine.vllm, **{name: SimpleNamespace()})
+    return engine
 
 
 def holder_of(engine: Engine, row: Row) -> Any:

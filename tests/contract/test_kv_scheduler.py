@@ -39,12 +39,10 @@ def side(
     return scheduler
 
 
-def waiting_side(
-    world_size: int, sizes: KVGeometry | None = None, **settings: Any
-) -> SchedulerSide:
+def waiting_side(ranks: int, sizes: KVGeometry | None = None, **settings: Any) -> SchedulerSide:
     sizes = sizes or SIZES
     config = Config(bucket="bucket", **settings)
-    return SchedulerSide(config, sizes, may_load=True, may_save=True, world_size=world_size)
+    return SchedulerSide(config, sizes, may_load=True, may_save=True, world_size=ranks)
 
 
 def request(name: str, chunks: int = 2, **more: Any) -> Any:
@@ -353,9 +351,7 @@ def test_a_reset_before_the_workers_report_is_kept() -> None:
     assert not keys[0] & keys[1]
 
 
-def test_workers_that_do_not_fit_together_turn_the_cache_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_workers_that_do_not_fit_turn_the_cache_off(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = late_side()
     scheduler.on_output(output(handshakes=(HANDSHAKE, WorkerHandshake("m" * 32, 8, 4096))))
     assert scheduler.broken == "on_output"

@@ -155,9 +155,7 @@ def test_the_line_of_a_start_counts_all_ranks_and_names_all_kinds_of_attention()
         ([True, None], "the bucket does not answer yet"),
     ],
 )
-def test_the_line_of_a_start_has_the_namespaces_age(
-    answers: list[bool | None], novelty: str
-) -> None:
+def test_the_start_line_has_the_namespaces_age(answers: list[bool | None], novelty: str) -> None:
     assert f": namespace ab12 ({novelty}), " in line(*(handshake(known=known) for known in answers))
 
 

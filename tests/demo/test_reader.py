@@ -105,9 +105,7 @@ def test_a_bucket_that_does_not_exist(server: S3Server) -> None:
     assert told.endswith(". `s3kv doctor --bucket mine` says what to do")
 
 
-def test_an_endpoint_where_nobody_listens(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_nobody_listens_at(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"

@@ -57,9 +57,7 @@ def test_alone_it_starts(ours: Path, call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("overwritten", [True, False])
-def test_a_distribution_whose_files_lie_among_ours(
-    ours: Path, call: str, overwritten: bool
-) -> None:
+def test_a_distribution_with_files_among_ours(ours: Path, call: str, overwritten: bool) -> None:
     """Installed after ours it has replaced files; installed before it, some of its own are left."""
     _describe(ours, "s3kv", ["s3kv/__init__.py", "s3kv/client.py"])
     if overwritten:

@@ -76,9 +76,7 @@ def test_the_command_line_is_small(alone: Path) -> None:
     assert not [n for n in ("torch", "numpy", "vllm") if (site / n).exists()]
 
 
-def test_every_command_works_in_it(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_works(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers.set_credentials(monkeypatch)
     with servers.moto_server() as url:
         boto = servers.boto_client(url, servers.KEYS)

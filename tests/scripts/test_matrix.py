@@ -99,9 +99,7 @@ def collected() -> list[str]:
     return [line for line in told.splitlines() if "::" in line]
 
 
-def test_every_area_names_tests_that_exist_and_are_not_asked_for_twice(
-    collected: list[str],
-) -> None:
+def test_every_area_names_tests_that_exist_and_none_twice(collected: list[str]) -> None:
     for area in RECORDED:
         for test in area.tests:
             within = [one for one in collected if is_within(one, test)]
@@ -131,9 +129,7 @@ def test_areas_are_asked_for_by_name_and_runner() -> None:
         areas_named(["contract"], "second")
 
 
-def test_a_run_replaces_the_cells_of_its_areas_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_replaces_its_areas_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "matrix")
     about = {"vllm": "0.31.0", "build": "CPU build", "torch": "2.13.0", "python": "3.11.2"}
     first, second = [area.name for area in AREAS if area.runner == "first"][:2]

@@ -270,7 +270,5 @@ def test_as_many_fetches_at_once_as_requests_and_bytes_allow() -> None:
 @pytest.mark.parametrize(
     ("host", "staging"), [("1MiB", 2**20), ("512MiB", 2**26), ("4GiB", 2**28), ("16GiB", 2**30)]
 )
-def test_encoder_outputs_get_a_sixteenth_of_host_memory_to_be_saved(
-    host: str, staging: int
-) -> None:
+def test_encoder_outputs_get_a_sixteenth_of_host_memory_for_saves(host: str, staging: int) -> None:
     assert parse(host_bytes=host).staging_bytes == staging

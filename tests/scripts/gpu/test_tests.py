@@ -75,9 +75,7 @@ def test_all_is_well_if_nothing_has_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "count"), [(("--seconds", "1000", "--most", "3"), 3), (("--seconds", "0"), 0)]
 )
-def test_what_is_not_run_is_no_success(
-    tmp_path: Path, options: tuple[str, ...], count: int
-) -> None:
+def test_what_never_ran_is_no_success(tmp_path: Path, options: tuple[str, ...], count: int) -> None:
     program = "".join(f"def test_{number}(): assert False\n" for number in range(9))
     code, results, _ = run(tmp_path, program, *options)
     assert code == 1

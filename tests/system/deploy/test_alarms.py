@@ -104,9 +104,7 @@ def series(values: Mapping[str, str], namespace: str) -> list[dict[str, str]]:
     ]
 
 
-def rings(
-    tmp_path: Path, values: list[dict[str, str]], expected: set[str], minutes: int = 120
-) -> None:
+def rings(folder: Path, values: list[dict[str, str]], alarms: set[str], minutes: int = 120) -> None:
     """So many minutes of these series end with exactly these alarms."""
     lengths = {"n": minutes, "m": minutes - 60}
     values = [one | {"values": one["values"].format(**lengths)} for one in values]
@@ -114,13 +112,13 @@ def rings(
         {
             "expr": f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)',
             "eval_time": f"{minutes}m",
-            "exp_samples": [{"labels": "{}", "value": int(name in expected)}],
+            "exp_samples": [{"labels": "{}", "value": int(name in alarms)}],
         }
         for name in (rule["alert"] for rule in GROUP)
     ]
     tests = [{"interval": "1m", "input_series": values, "promql_expr_test": cases}]
     document = {"rule_files": [str(RULES)], "evaluation_interval": "5m", "tests": tests}
-    file = tmp_path / "test.yml"
+    file = folder / "test.yml"
     file.write_text(json.dumps(document))
     promtool("test", "rules", str(file))
 
@@ -144,9 +142,7 @@ def test_each_rings_when_it_should(tmp_path: Path, alarm: str) -> None:
 
 
 @pytest.mark.parametrize("alarm", sorted(ILL.keys() - KV_ALONE))
-def test_each_rings_for_encoder_outputs_beside_a_healthy_kv_cache(
-    tmp_path: Path, alarm: str
-) -> None:
+def test_each_rings_for_encoder_outputs_beside_a_sound_kv_cache(tmp_path: Path, alarm: str) -> None:
     ill = of_encoder_outputs(WELL | ILL[alarm])
     rings(tmp_path, series(WELL, NAMESPACE) + ill, {alarm}, MINUTES[alarm])
 

@@ -238,9 +238,7 @@ def test_without_s3kv_a_host_cut_off_takes_the_engine(tiny: Path, tmp_path: Path
         engine.kill()
 
 
-def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_stored(
-    rig: Rig,
-) -> None:
+def test_a_host_cut_off_during_a_load_takes_the_engine_and_nothing_stored(rig: Rig) -> None:
     expected = rig.truth(PROMPTS)
     settings: dict[str, Any] = {"dtype": "float32", **TENSOR}
     seed(rig.tiny, rig.s3, rig.bucket, rig.tmp_path, connector=rig.patient, **settings)

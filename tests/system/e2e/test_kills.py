@@ -141,9 +141,7 @@ def seed() -> int:
     ],
 )
 @pytest.mark.parametrize("front_end", ["connector", "tier"])
-def test_an_engine_is_killed_and_the_next_one_is_right(
-    rig: Rig, front_end: str, rounds: int
-) -> None:
+def test_an_engine_is_killed_and_the_next_is_right(rig: Rig, front_end: str, rounds: int) -> None:
     connector = changed(rig.patient, **FEW_SLOTS)
     if front_end == "tier":
         connector = with_few_rows(rig.s3, rig.bucket)

@@ -37,9 +37,7 @@ def neighbour(**settings: Any) -> dict[str, Any]:
     "first",
     [pytest.param(True, id="before"), pytest.param(False, id="behind", marks=pytest.mark.nightly)],
 )
-def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
-    rig: Rig, first: bool
-) -> None:
+def test_vllms_offloading_serves_from_memory_and_s3kv_a_new_process(rig: Rig, first: bool) -> None:
     expected = rig.truth(PROMPTS)
 
     def both(life: str) -> dict[str, Any]:

@@ -35,9 +35,7 @@ ARGS: dict[str, Any] = {
         pytest.param(partial(families.build, family=families.LFM2), 1_792, id="lfm2"),
     ],
 )
-def test_a_repeated_and_a_shared_prompt(
-    rig: Rig, build: Callable[[Path], Path], shared: int
-) -> None:
+def test_repeated_and_shared_prompts(rig: Rig, build: Callable[[Path], Path], shared: int) -> None:
     """A system prompt with two questions: the first is asked again, and then the second. shared:
     its tokens up to the last chunk's end, and for states up to the last step's end."""
     model = build(rig.models_dir)

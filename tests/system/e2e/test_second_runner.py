@@ -37,6 +37,7 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
+from tests.system.e2e.test_features import preemptions
 from tests.system.e2e.test_parallel import BOTH, holds
 from tests.waiting import wait_until
 
@@ -52,10 +53,6 @@ BLOCKS = 14
 SMALL = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1_600, "max_num_batched_tokens": 256}
 CROWD_TOKENS = 24
 PRIVATE = {"s3kv": {"save": False}}
-
-
-def preemptions(engine: Engine) -> float:
-    return engine.metrics()["vllm:num_preemptions_total"]
 
 
 @dataclass(frozen=True)
@@ -110,9 +107,7 @@ def second_life(s3: S3Server, tiny: Path, serve: Serve, first_life: FirstLife) -
 
 
 @pytest.mark.long
-def test_cold_in_several_steps_and_then_from_host_memory(
-    first_life: FirstLife, truth: Truth
-) -> None:
+def test_cold_in_several_steps_then_from_host_memory(first_life: FirstLife, truth: Truth) -> None:
     assert first_life.runner.startswith("vllm.v1.worker.cpu.")
     expected = truth(PROMPTS)
     assert tokens(first_life.cold) == tokens(first_life.host) == expected
@@ -234,9 +229,7 @@ def encoded(pictures: Pictures, s3: S3Server) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_encoder_outputs_beside_keys_and_values(
-    pictures: Pictures, s3: S3Server, encoded: str
-) -> None:
+def test_encoder_outputs_beside_kv(pictures: Pictures, s3: S3Server, encoded: str) -> None:
     """What a process that only encodes has saved is not encoded again by one that serves, with both
     connectors; and what that one encodes itself it saves."""
     with pictures(None) as engine:

@@ -131,9 +131,7 @@ def test_another_question_hits_the_system_prompt_until_it_is_damaged(rig: Rig) -
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
-def test_a_canonical_layout_is_read_by_another_number_of_ranks(
-    rig: Rig, writes: int, reads: int
-) -> None:
+def test_a_canonical_layout_serves_any_number_of_ranks(rig: Rig, writes: int, reads: int) -> None:
     expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
     connector = offloading(tier(rig.s3, rig.bucket), 2**28, canonical_layout=True)
 

@@ -161,9 +161,7 @@ def test_a_reader_that_believes_anything_is_caught(monkeypatch: pytest.MonkeyPat
         targets.objects(b"\x00\x00\x01x")
 
 
-def test_a_reader_of_encrypted_objects_that_believes_anything_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_that_decrypts_anything_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncryptedForm, "decrypt", lambda *arguments: True)
     with pytest.raises(targets.Wrong, match="forgery"):
         targets.encrypted(b"\x00\x01\x01x")

@@ -69,9 +69,7 @@ def test_every_policy_is_right_by_itself(plans: dict[str, Plan]) -> None:
 
 @pytest.mark.parametrize("run", ["standard", "bare", "kms", "express"])
 @pytest.mark.parametrize("cache", ["kv", "ec"])
-def test_what_it_prints_for_vllm_is_what_s3kv_reads(
-    plans: dict[str, Plan], run: str, cache: str
-) -> None:
+def test_s3kv_reads_what_it_prints_for_vllm(plans: dict[str, Plan], run: str, cache: str) -> None:
     role, config = transfer_config(plans[run], cache)
     assert role == f"{cache}_both"
     assert config.bucket == ("cache--euw1-az1--x-s3" if run == "express" else "cache")

@@ -31,9 +31,7 @@ def told(rendered: Rendered) -> dict[str, Any]:
     return found
 
 
-def test_a_pod_takes_the_printed_settings_as_they_are(
-    plans: dict[str, Plan], manifests: Path
-) -> None:
+def test_a_pod_takes_printed_settings_as_they_are(plans: dict[str, Plan], manifests: Path) -> None:
     """What is checked of the manifests holds for them with the example's output, too."""
     printed = plans["example_eks_pod_identity"].outputs["kv_transfer_config"]
     (manifests / "base" / "kv-transfer-config.json").write_text(printed)

@@ -73,9 +73,7 @@ async def takes_a_disk_without_the_file_for_a_bucket_without_it(
 
 
 @instead_of(DiskSource, "keep")
-async def copies_from_the_slot_after_the_job(
-    self: DiskSource, job: TransferJob, nbytes: int
-) -> None:
+async def copies_from_a_slot_after_the_job(self: DiskSource, job: TransferJob, nbytes: int) -> None:
     if (buffer := self._copies.take(nbytes)) is None:
         return
 

@@ -84,9 +84,7 @@ def checks_the_digest_and_not_whose_object_it_is(
 
 
 @instead_of(Integrity, "digest")
-def digests_half_of_the_payload(
-    self: Integrity, header: bytes, number: int, segment: memoryview
-) -> str:
+def digests_half_a_payload(self: Integrity, header: bytes, number: int, segment: memoryview) -> str:
     return digest(self, header, number, segment[: len(segment) // 2])
 
 
@@ -213,9 +211,7 @@ def uploads_before_it_has_copied(patch: Patch) -> None:
 
 
 @instead_of(RankWorker, "_saved")
-def ends_a_failed_save_only_once(
-    self: RankWorker, order: SaveJob, ok: bool, seconds: float
-) -> None:
+def ends_a_failed_save_once(self: RankWorker, order: SaveJob, ok: bool, seconds: float) -> None:
     if ok:
         saved(self, order, ok, seconds)
     else:
@@ -223,9 +219,7 @@ def ends_a_failed_save_only_once(
 
 
 @instead_of(RankWorker, "_saved")
-def uploads_what_it_failed_to_copy(
-    self: RankWorker, order: SaveJob, ok: bool, seconds: float
-) -> None:
+def uploads_what_was_not_copied(self: RankWorker, order: SaveJob, ok: bool, seconds: float) -> None:
     saved(self, order, True, seconds)
 
 

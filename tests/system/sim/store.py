@@ -357,7 +357,7 @@ class Connection:
             return await self._bucket.objects.delete(key, if_etag=if_etag)
 
     async def refresh(self, key: str, modified_s: float) -> bool:
-        await self._begin("put", self._name(key))
+        await self._begin("put", self._name(key), notes=False)
         self._bucket.seen["refreshes"] += 1
         return await self._bucket.objects.refresh(key, modified_s)
 

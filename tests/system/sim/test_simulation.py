@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import Mutant
+from tests.mutants import Mutant, Patch
 from tests.nightly import some_by_day
 from tests.system.sim import (
     cleaner_mutants,
@@ -129,9 +129,7 @@ def test_nothing_is_ever_wrong_or_stuck_in_runs_nobody_has_seen(kind: str) -> No
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("mutate", "kind"), MUTANTS)
-def test_it_is_noticed_that_s3kv(
-    mutate: Mutant, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_noticed_that_s3kv(mutate: Mutant, kind: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     _, failures = try_seeds(range(MUTANT_SEEDS[kind]), failures_wanted=1, kind=kind)
     assert failures, f"{MUTANT_SEEDS[kind]} fleets ran well without noticing"

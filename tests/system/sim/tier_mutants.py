@@ -65,9 +65,7 @@ def closes_a_request_and_cancels_nothing(self: RowTransfers) -> list[int]:
 
 
 @instead_of(OffloadPlanner, "_fetched")
-def hits_again_what_has_failed(
-    self: OffloadPlanner, job: RowJob, end: JobEnd, now_s: float
-) -> None:
+def hits_again_what_failed(self: OffloadPlanner, job: RowJob, end: JobEnd, now_s: float) -> None:
     fetched(self, job, end, now_s)
     request = self._requests.get(job.transfer.request_id)
     if request is not None:

@@ -115,9 +115,7 @@ def test_the_first_code_of_the_home_page_has_colours(looked_at: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_and_pictures_follow_the_readers_preference(
-    browser: Any, site: Path, scheme: str
-) -> None:
+def test_page_and_pictures_follow_the_preference(browser: Any, site: Path, scheme: str) -> None:
     page = opened(browser, LAPTOP, scheme)
     page.goto((site / "index.html").as_uri())
     told = page.evaluate(LOOK)

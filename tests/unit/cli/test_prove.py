@@ -100,9 +100,7 @@ def test_a_report_that_cannot_be_written_costs_no_verdict(run: Run, tmp_path: Pa
     assert proof.settings_of(PLANS[0].connector)["disk_path"] is None
 
 
-def test_objects_that_cannot_be_deleted_cost_no_result(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undeletable_objects_cost_no_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(store: object, prefix: str) -> None:
         raise StoreDenied(f"s3:DeleteObject on {prefix}: 403 AccessDenied")
 

@@ -149,24 +149,17 @@ def test_a_header_cannot_make_it_allocate_what_it_likes(run: Run, boto: Any) -> 
     layout = ChunkFormat(PLACE.digest, (TensorSpec("layer", "BF16", (2**33,)),), 0, SHARD)
     envelope = Envelope(layout)
     count = len(envelope.segments)
-    put(
-        boto,
-        key(1),
-        envelope.header(
-            block_hash(1), Segments([1] * count, [b"0" * 16] * count, [b"0" * 32] * count)
-        )
-        + bytes(count),
-    )
+    segments = Segments([1] * count, [b"0" * 16] * count, [b"0" * 32] * count)
+    put(boto, key(1), envelope.header(block_hash(1), segments) + bytes(count))
     put(boto, key(2), compressed(2, (TensorSpec("layer", "BF16", (2**12,)),)))
-    damaged = json.loads(run("verify", "--json").stdout)["damaged"]
+    damaged = verified(run)["damaged"]
     assert {d["key"]: d["refusal"] for d in damaged} == {key(1): "length", key(2): "length"}
 
 
 def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
     fill(boto, {3: flipped(sealed(3))})
     for number, code in ((3, 1), (4, 0)):
-        result = run("verify", key(number), "--json")
-        assert (result.exit_code, json.loads(result.stdout)["checked"]) == (code, 1)
+        assert verified(run, key(number), code=code)["checked"] == 1
     result = run("verify", key(99))
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"that begins with '{key(99)}'; all begin with 's3kv/v3/'" in result.stderr
@@ -223,13 +216,11 @@ def test_a_namespace_of_another_secret_is_not_called_damaged(
     put(boto, key(1, theirs), sealed(1, theirs, keyed))
     before = left(boto)
 
-    with_secret = ("verify", "--json", "--set", "integrity=blake3-keyed", *delete)
-    assert json.loads(run(*with_secret).stdout)["checked"] == 1
+    with_secret = ("--set", "integrity=blake3-keyed", *delete)
+    assert verified(run, *with_secret, code=0)["checked"] == 1
     monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET[::-1])
-    for command in (with_secret, ("verify", "--json", *delete)):
-        result = run(*command)
-        assert result.exit_code == 1
-        found = json.loads(result.stdout)
+    for options in (with_secret, delete):
+        found = verified(run, *options)
         assert (found["checked"], found["unjudged"]) == (0, {theirs.digest: 1})
     assert "cannot be judged" in run("verify").stdout
     assert left(boto) == before

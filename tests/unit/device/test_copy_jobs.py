@@ -180,9 +180,7 @@ def test_a_window_is_64_mib_until_copies_have_been_measured() -> None:
 
 
 @pytest.mark.parametrize(("bytes_per_s", "count"), [(55e9, 63), (12e9, 14), (6e9, 7), (1e8, 1)])
-def test_a_window_takes_as_long_as_copies_of_that_length_show(
-    bytes_per_s: float, count: int
-) -> None:
+def test_a_window_takes_as_long_as_such_copies_show(bytes_per_s: float, count: int) -> None:
     window = LaunchWindow(float)
     finish(window, fill(window, 2**20 + 5000), bytes_per_s)
     again = fill(window, 2**20)

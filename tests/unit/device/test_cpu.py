@@ -13,9 +13,7 @@ from tests.unit.device.test_bytes import cases, save_and_load
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_threads_load_what_one_would(
-    monkeypatch: pytest.MonkeyPatch, order: str, ratio: int
-) -> None:
+def test_two_threads_load_as_one(monkeypatch: pytest.MonkeyPatch, order: str, ratio: int) -> None:
     monkeypatch.setattr(cpu, "_SHARED_BYTES", 2)
     monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda pid: {0, 1})
     halved = []

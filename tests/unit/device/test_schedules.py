@@ -114,9 +114,7 @@ def has_a_single_turn_for_all_buffers(self: Staging, *arguments: Any) -> None:
 
 
 @instead_of(Staging, "__init__")
-def writes_row_numbers_over_those_that_are_not_read(
-    self: Staging, gpu: Any, *arguments: Any
-) -> None:
+def writes_row_numbers_over_those_not_read(self: Staging, gpu: Any, *arguments: Any) -> None:
     init_staging(self, gpu, *arguments)
     places = self.places
     self.places = ((*place, gpu.new_event()) for *place, _ in places)  # type: ignore[assignment]

@@ -50,9 +50,7 @@ async def test_a_block_put_while_it_is_fetched_is_kept(config: Config) -> None:
             assert await gives(store, key)
 
 
-async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
-    behind: tuple[Proxy, Config],
-) -> None:
+async def test_a_prefetch_leaves_room_and_a_put_can_await_it(behind: tuple[Proxy, Config]) -> None:
     between, config = behind
     a_quarter = 220_000
     pools = {"big": big(5, a_quarter)["big"][None]}

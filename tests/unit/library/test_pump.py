@@ -34,9 +34,7 @@ async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancel
     assert succeeded(work)
 
 
-async def test_work_that_fails_in_a_cancelled_call_is_told_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_work_failing_in_a_cancelled_call_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     gate = gated_threads()
     work = in_thread(partial(int, "no number"))
     call = asyncio.create_task(carried(work))

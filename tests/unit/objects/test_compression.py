@@ -195,9 +195,7 @@ def wrong(data: Any, dst: Any, **kwargs: Any) -> None:
     dst[-1] ^= 1
 
 
-def test_a_process_has_a_codec_if_its_blosc2_writes_this_format(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_there_is_a_codec_if_blosc2_writes_this_format(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compression.codec() is compression.codec() is not None
     assert codec_with(like_blosc2(), monkeypatch) is not None
     assert codec_with(None, monkeypatch) is None

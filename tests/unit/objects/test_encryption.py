@@ -35,25 +35,21 @@ NAMESPACE = Namespace("team/s3kv", "0123456789abcdef" * 2)
 ADDRESS = ChunkAddress(NAMESPACE, ChunkKey(1, bytes(range(100, 132))), "h0-3of8-l0-31of32")
 KEY = NAMESPACE.chunk(ADDRESS.key, ADDRESS.shard)
 DATA = random.Random(1).randbytes(5000)
+OBJECT_BYTES = 2 * SEGMENT_BYTES + len(DATA)
 
 
 def form_of(address: ChunkAddress = ADDRESS, master: bytes = MASTER) -> EncryptedForm:
     return MasterKey(master).form_of(address)
 
 
-def encrypted(
-    form: EncryptedForm, number: int = 2, object_bytes: int = 2 * SEGMENT_BYTES + 5000
-) -> bytearray:
+def encrypted(form: EncryptedForm) -> bytearray:
     target = bytearray(len(DATA) + 28)
-    form.encrypt(DATA, memoryview(target), number, object_bytes)
+    form.encrypt(DATA, memoryview(target), 2, OBJECT_BYTES)
     return target
 
 
 def decrypted(
-    form: EncryptedForm,
-    stored: bytearray,
-    number: int = 2,
-    object_bytes: int = 2 * SEGMENT_BYTES + 5000,
+    form: EncryptedForm, stored: bytearray, number: int = 2, object_bytes: int = OBJECT_BYTES
 ) -> bytes | None:
     target = bytearray(len(stored) - 28)
     is_right = form.decrypt(memoryview(stored), memoryview(target), number, object_bytes)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import blake3
@@ -648,13 +649,9 @@ def test_the_identity_of_the_key_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_example_of_the_page_is_one() -> None:
     page = (ROOT / "docs" / "object-format.md").read_text()
     _, name, header = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    of = attrgetter("name", "dtype", "shape", "order")
     tensors = tuple(
-        Tensor(
-            t.name,
-            t.dtype,
-            t.shape,
-            tuple(Layer(x.name, x.dtype, x.shape, x.order) for x in t.layers),
-        )
+        Tensor(t.name, t.dtype, t.shape, tuple(Layer(*of(x)) for x in t.layers))
         for t in format_example.TENSORS
     )
     chunk, block_hash = format_example.CHUNK, bytes(range(32))

@@ -99,9 +99,7 @@ def configured(**settings: Any) -> Config:
     return Config(bucket="kv-cache", integrity="blake3-keyed", **settings)
 
 
-def test_a_secret_from_a_file_or_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_from_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret").write_text(SECRET + "\n")
     from_file = Integrity.of(configured(integrity_secret_file=str(tmp_path / "secret")))
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)

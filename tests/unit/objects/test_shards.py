@@ -100,9 +100,7 @@ def test_of_heads_held_by_several_ranks_the_first_copy_is_read() -> None:
     heads=st.sampled_from([1, 2, 4, 6, 8, 12]),
     sizes=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 4)), min_size=2, max_size=4),
 )
-def test_a_cover_holds_every_head_of_every_layer_once(
-    heads: int, sizes: list[tuple[int, int]]
-) -> None:
+def test_a_cover_has_each_head_of_each_layer_once(heads: int, sizes: list[tuple[int, int]]) -> None:
     fleets = [
         fleet(heads, 12, tp, stages) for tp, stages in sizes if heads % tp == 0 or tp % heads == 0
     ]

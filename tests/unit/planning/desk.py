@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lab.books import check
 from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan, StepReport
-from s3kv.planning.requests import NO_LIMITS, Answer, RequestLimits, ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, WAIT, Answer, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 from tests.plans import fetches_of, uploads_of, uses_of
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
@@ -68,8 +68,8 @@ class Desk:
         return fetches_of(self.plan())
 
     def fetches_for(self, request_id: str, prompt: str) -> tuple[BucketJob, ...]:
-        """Those that the first lookup of a new request orders."""
-        self.ask(request_id, prompt)
+        """Those that the first lookup of a new request orders, which has to wait for them."""
+        assert self.ask(request_id, prompt) == WAIT
         return self.fetches()
 
     def uploads(self) -> tuple[BucketJob, ...]:

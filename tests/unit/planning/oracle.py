@@ -75,18 +75,16 @@ class Oracle:
             elif kind is not JobKind.UPLOAD and worst in (Outcome.MISSING, Outcome.CORRUPT):
                 self.in_bucket.discard(self._key_of[job_id])
 
-    def check_answer(
-        self, request: Request, local_tokens: int, answer: Answer, now_s: float
-    ) -> None:
+    def check_answer(self, request: Request, local: int, answer: Answer, now_s: float) -> None:
         if request.load_failed:
             assert answer == NOTHING, f"{request.request_id} is offered again what failed"
         most = request.limits.load_tokens
         assert most is None or answer.tokens <= most, "more is loaded than the request allows"
         if not answer.wait:
             assert answer.tokens >= 0
-            assert local_tokens + answer.tokens <= request.known
+            assert local + answer.tokens <= request.known
             if answer.tokens and self._setup.null_block is not None:
-                assert local_tokens + answer.tokens < request.known, "the last one is computed"
+                assert local + answer.tokens < request.known, "the last one is computed"
             request.waits_since_s = None
         elif request.waits_since_s is None:
             request.waits_since_s = now_s

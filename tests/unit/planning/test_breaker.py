@@ -59,9 +59,7 @@ def test_a_half_open_breaker_lets_one_through_per_pause() -> None:
 
 
 @pytest.mark.parametrize("state", BreakerState)
-def test_after_a_call_that_ended_without_the_store_the_next_may_find_out(
-    state: BreakerState,
-) -> None:
+def test_after_a_call_ended_without_the_store_the_next_may_find_out(state: BreakerState) -> None:
     breaker = in_state(state)
     breaker.saw(Outcome.OK, NOW_S - 0.9, near=True)
     assert breaker.allows(NOW_S - 0.9) is (state is not OPEN)

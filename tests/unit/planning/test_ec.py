@@ -318,9 +318,7 @@ def test_what_does_not_verify_is_encoded(desk: Desk, outcome: Outcome) -> None:
     assert desk.planner.counters[f"fetch_{outcome.name.lower()}"] == 1
 
 
-def test_a_pass_looks_at_each_fetch_once_however_many_requests_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pass_looks_at_each_fetch_once_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine asks about every waiting request in every pass, and after most something is new."""
     desk, items, looks = Desk(), [wanted(f"item {n}") for n in range(100)], [0]
     expected = ItemSizes.expected

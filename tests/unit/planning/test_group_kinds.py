@@ -74,18 +74,16 @@ def test_a_resume_within_a_block_is_refused(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk_tokens", "reason"),
+    ("kind", "tokens", "reason"),
     [
         (FullAttention(), 24, "chunk_tokens is 24: allowed are multiples of a block"),
         (LocalAttention(48), 32, "chunk_tokens is 32: allowed is a divisor of 48"),
         (SlidingWindow(1), 32, "a window of 1 token needs no cache"),
     ],
 )
-def test_a_chunk_that_does_not_fit_is_refused(
-    kind: GroupKind, chunk_tokens: int, reason: str
-) -> None:
+def test_a_chunk_that_does_not_fit_is_refused(kind: GroupKind, tokens: int, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}"):
-        Coverage(16, chunk_tokens, kind)
+        Coverage(16, tokens, kind)
 
 
 FULL, WINDOW, STATE = Coverage(4, 8), Coverage(4, 8, SlidingWindow(5)), Coverage(8, 8, States())
@@ -100,9 +98,7 @@ FULL, WINDOW, STATE = Coverage(4, 8), Coverage(4, 8, SlidingWindow(5)), Coverage
         ((FULL, Coverage(4, 16, SlidingWindow(5))), r"chunk_tokens are \[8, 16\]"),
     ],
 )
-def test_what_the_planner_does_not_serve_is_refused(
-    refused: tuple[Coverage, ...], reason: str
-) -> None:
+def test_what_is_not_served_is_refused(refused: tuple[Coverage, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}"):
         check_coverages(refused)
 

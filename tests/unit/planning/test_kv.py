@@ -37,8 +37,7 @@ def assert_full_for_others(desk: Desk) -> None:
 
 def assert_free_for_others(desk: Desk) -> None:
     assert desk.pinned() == 0
-    assert desk.ask("successor", "yyyyzzzz") == WAIT
-    assert len(desk.fetches()) == 2
+    assert len(desk.fetches_for("successor", "yyyyzzzz")) == 2
 
 
 def test_the_engine_may_take_less_than_it_was_offered() -> None:
@@ -213,8 +212,7 @@ def test_a_copy_that_fails_beside_a_fetch_leaves_the_chunk_to_the_next_request()
     desk.end(save, FAILED, kind=JobKind.SAVE)
     desk.uploaded(save, Outcome.CANCELLED)
     desk.end(fetch)
-    assert desk.ask("next", "aaaabbbbzz") == WAIT
-    (again,) = desk.fetches()
+    (again,) = desk.fetches_for("next", "aaaabbbbzz")
     desk.end(again)
     assert desk.lookup("next") == Answer(False, 8)
 
@@ -236,8 +234,7 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
 ) -> None:
     desk = Desk(slots=2)
     desk.make_resident("aaaa", "bbbbcccc")
-    assert desk.ask("r", "aaaazz") == WAIT
-    (fetch,) = desk.fetches()
+    (fetch,) = desk.fetches_for("r", "aaaazz")
     desk.admit("r")
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
     desk.end(fetch, outcome)

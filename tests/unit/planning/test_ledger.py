@@ -10,7 +10,6 @@ import pytest
 from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.ledger import ChunkState
-from s3kv.planning.requests import WAIT
 from s3kv.types import Outcome
 from tests.plans import uploads_of
 from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, saving
@@ -179,8 +178,7 @@ def test_after_a_pause_one_fetch_finds_out() -> None:
     desk.end(desk.fetches_for("unlucky", "aaaabbbbcccc"), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
     desk.now_s = 0.5
-    assert desk.ask("r", "xxxxyyyy") == WAIT
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "xxxxyyyy")
     assert len(fetches) == 1
     desk.end(fetches, MISSING)
     assert desk.planner.ledger.breaker.state is BreakerState.CLOSED, "an answer is an answer"

@@ -144,7 +144,8 @@ def test_who_waits_for_the_disk_goes_by_its_own_time() -> None:
     desk = Desk(has_disk=True, gate=True, max_wait_s=50.0, probe_chunks=1)
     pace = desk.planner.pace
     desk.end(desk.fetches_for("first", "zzzz"), seconds=0.6)
-    desk.end(desk.fetches_for("second", "yyyy"), near=True, seconds=0.1)
+    desk.ask("second", "yyyy")
+    desk.end(desk.fetches(), near=True, seconds=0.1)
     assert desk.ask("r", "aaaa") == NOTHING
     desk.end(desk.fetches(), FAILED)
     for _ in range(2):

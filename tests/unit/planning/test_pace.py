@@ -47,8 +47,7 @@ def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
 
 def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
     desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
-    assert desk.ask("r", "aaaabbbb") == WAIT
-    first, _ = desk.fetches()
+    first, _ = desk.fetches_for("r", "aaaabbbb")
     desk.now_s += 0.5
     desk.end(first, seconds=0.5)
     assert desk.lookup("r") == WAIT, "for a chunk that takes longer than computing it, but not now"
@@ -164,8 +163,7 @@ def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> N
 def test_an_absent_chunk_ends_a_wait_for_the_few_before_it(absent: int, answer: Answer) -> None:
     """Half of them are expected to be there, and computing a chunk takes half a second."""
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
-    assert desk.ask("r", "aaaabbbbccccddddeeeeffff") == WAIT
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "aaaabbbbccccddddeeeeffff")
     desk.end(fetches[absent], MISSING, seconds=0.3)
     assert desk.lookup("r") == answer
     desk.end(fetches[0])
@@ -178,8 +176,7 @@ def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> Non
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
 
     def wait_after_an_absence(letter: str, outcome: Outcome) -> Answer:
-        assert desk.ask(letter, "".join(4 * chr(ord(letter) + n) for n in range(6))) == WAIT
-        fetches = desk.fetches()
+        fetches = desk.fetches_for(letter, "".join(4 * chr(ord(letter) + n) for n in range(6)))
         desk.end(fetches[5], MISSING, seconds=0.3)
         answer = desk.lookup(letter)
         desk.end(fetches[0], outcome, seconds=0.3)
@@ -198,8 +195,7 @@ def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> Non
 
 def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
-    assert desk.ask("r", "aaaabbbbcccc") == WAIT
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "aaaabbbbcccc")
     desk.end(fetches[1], seconds=0.3)
     desk.end(fetches[2], MISSING, seconds=0.3)
     assert desk.lookup("r") == WAIT, "for the first, of which nothing is known but that"
@@ -208,8 +204,7 @@ def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
 
 def test_a_read_that_is_late_is_not_expected_soon() -> None:
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
-    assert desk.ask("r", "aaaabbbbcccc") == WAIT
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "aaaabbbbcccc")
     desk.now_s = 0.2
     desk.end(fetches[1:], MISSING, seconds=0.3)
     assert desk.lookup("r") == WAIT, "the first is due in 0.1 s, and worth 0.25 s"
@@ -226,8 +221,7 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
     desk = measured(seconds_per_chunk=0.2, probe_chunks=8)
     for n in (1, 2, 3, 4):
         desk.planner.pace.fetched(OK, 0.2 * n, began_with=n, ended_with=n)
-    assert desk.ask("r", "aaaabbbbccccddddeeee") == WAIT
-    fetches = desk.fetches()
+    fetches = desk.fetches_for("r", "aaaabbbbccccddddeeee")
     desk.end(fetches[1], MISSING)
     lookup = desk.planner._requests["r"].lookups[0]
     assert desk.planner.ledger.fetches_ahead_of(lookup.awaited()) == 1
@@ -269,8 +263,7 @@ def test_an_absence_and_a_wait_in_vain_are_of_all_sources() -> None:
 
 def test_the_slowest_rank_names_the_source_of_a_chunk() -> None:
     desk = Desk(world_size=2)
-    assert desk.ask("r", "aaaabbbb") == WAIT
-    near, far = desk.fetches()
+    near, far = desk.fetches_for("r", "aaaabbbb")
     for fetch, source in ((far, "bucket"), (near, "disk")):
         desk.end(fetch, ranks=1, seconds=0.5, source=source)
         desk.end(fetch, ranks=1, seconds=0.1, source="peer")

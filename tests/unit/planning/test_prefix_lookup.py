@@ -79,9 +79,7 @@ def test_no_state_is_requested_before_the_prefix_is_known() -> None:
     assert asked(desk, STATE) == []
 
 
-def test_what_a_window_is_worth_is_the_prefix_that_it_lets_resume(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_window_is_worth_the_prefix_that_it_lets_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight chunks are in host memory and take four seconds to compute. Two of the window are on
     their way, which take 1.2 s to fetch, and one to compute."""
     monkeypatch.setattr(PlannedRequest, "_prefetch_windows", lambda *args: None)

@@ -35,9 +35,7 @@ LEGAL = {
 
 @pytest.mark.parametrize("event", RequestEvent)
 @pytest.mark.parametrize("state", RequestState)
-def test_an_event_leads_where_the_table_says_or_nowhere(
-    state: RequestState, event: RequestEvent
-) -> None:
+def test_events_lead_as_the_table_says_or_nowhere(state: RequestState, event: RequestEvent) -> None:
     request = PlannedRequest("r", ChunkHashes([], 1, b""), (), Wait(), Saving())
     request.state = state
     if event.name in LEGAL[state].split():
@@ -132,9 +130,7 @@ def test_a_request_that_must_not_load_asks_for_nothing_and_saves() -> None:
 @pytest.mark.parametrize(
     ("local", "most", "offered"), [(0, 9, 8), (0, 8, 8), (0, 7, 4), (4, 7, 4), (2, 6, 6), (2, 1, 0)]
 )
-def test_no_more_is_offered_than_a_request_lets_be_loaded(
-    local: int, most: int, offered: int
-) -> None:
+def test_no_more_is_offered_than_a_request_allows(local: int, most: int, offered: int) -> None:
     desk = Desk()
     desk.make_resident(PROMPT)
     desk.add("r", PROMPT + "z", RequestLimits(load_tokens=most))

@@ -135,9 +135,7 @@ DENIED = StoreDenied("denied: s3:DeleteObject")
         ),
     ],
 )
-async def test_a_bound_that_cannot_be_kept_is_named(
-    settings: dict[str, Any], said: str | None
-) -> None:
+async def test_a_bound_nobody_can_keep_is_named(settings: dict[str, Any], said: str | None) -> None:
     delete = (await examined(Refusing("delete", DENIED), **settings))["delete"]
     assert delete.status == "warning"
     assert "s3:DeleteObject" in delete.remedy

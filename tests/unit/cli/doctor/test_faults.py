@@ -58,16 +58,22 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.undo()  # the right clock
 
 
-def denied(verb: str, action: str, arn: str) -> Callable[[Ground], None]:
+def forbidden_by(policy: str, **options: Any) -> Callable[[Ground], None]:
+    """A policy of the bucket; before a server that knows none, answers with these options."""
+
     def plant(ground: Ground) -> None:
-        if not ground.is_real:
-            ground.between.fault(s3_error(403, "AccessDenied", verbs=(verb,)))
-            return
-        statement = {"Effect": "Deny", "Principal": "*", "Action": action, "Resource": arn}
-        policy = {"Version": "2012-10-17", "Statement": [statement]}
-        ground.boto.put_bucket_policy(Bucket=BUCKET, Policy=json.dumps(policy))
+        if ground.is_real:
+            ground.boto.put_bucket_policy(Bucket=BUCKET, Policy=policy)
+        else:
+            ground.between.fault(s3_error(403, "AccessDenied", **options))
 
     return plant
+
+
+def denied(verb: str, action: str, arn: str) -> Callable[[Ground], None]:
+    statement = {"Effect": "Deny", "Principal": "*", "Action": action, "Resource": arn}
+    policy = {"Version": "2012-10-17", "Statement": [statement]}
+    return forbidden_by(json.dumps(policy), verbs=(verb,))
 
 
 def answered(status: int, code: str, **options: Any) -> Callable[[Ground], None]:
@@ -123,16 +129,8 @@ def nobody(ground: Ground) -> None:
 
 def demands(name: str, value: str) -> Callable[[Ground], None]:
     """A policy that denies uploads without this header."""
-
-    def plant(ground: Ground) -> None:
-        if not ground.is_real:
-            lacks = f"{name}: {value}"
-            ground.between.fault(s3_error(403, "AccessDenied", verbs=("PUT",), lacks=lacks))
-            return
-        policy = servers.demanding(BUCKET, name, value)
-        ground.boto.put_bucket_policy(Bucket=BUCKET, Policy=policy)
-
-    return plant
+    policy = servers.demanding(BUCKET, name, value)
+    return forbidden_by(policy, verbs=("PUT",), lacks=f"{name}: {value}")
 
 
 FAULTS: dict[str, tuple[Callable[[Ground], None], str]] = {
@@ -234,9 +232,7 @@ def test_a_bucket_without_versions_is_not_warned_of(ground: Ground) -> None:
     assert "versions" not in findings(ground.doctor())
 
 
-def test_versions_that_are_left_behind_are_named(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_left_behind_are_named(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     async def erase(self: S3Store, key: str) -> bool:
         await self.delete(key)
         return False

@@ -175,9 +175,7 @@ def test_how_long_it_takes_is_told_on_the_way_and_at_the_end(
     ]
 
 
-def test_an_error_is_taken_from_the_runtime_that_torch_has_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_comes_from_the_runtime_torch_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no kernel is launched for it."""
     loaded: list[tuple[str, int]] = []
     asked: list[str] = []
