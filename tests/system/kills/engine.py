@@ -150,20 +150,20 @@ class Life:
     def end(self) -> None:
         """Answer what has been asked, come to rest, and have nothing left."""
         deadline_s = time.monotonic() + 120.0
-        while self.requests or self.engine.planner.ledger.saves_inflight or self._fetching:
-            assert time.monotonic() < deadline_s, "it does not come to rest"
+        ledger = self.engine.planner.ledger
+        while (figures := ledger.table.statistics()).pinned or self.requests or self._is_moving:
+            assert time.monotonic() < deadline_s, f"it does not come to rest: {figures}"
             self.step()
-        planner = self.engine.planner
-        check(planner)
-        figures = planner.ledger.table.statistics()
+        check(self.engine.planner)
         assert (figures.reserved, figures.pinned, figures.dirty) == (0, 0, 0), figures
         for rank in self.ranks:
             rank.stop()
         self.tell(rests=True)
 
     @property
-    def _fetching(self) -> int:
-        return self.engine.planner.ledger.fetches_inflight
+    def _is_moving(self) -> bool:
+        ledger = self.engine.planner.ledger
+        return ledger.saves_inflight > 0 or ledger.fetches_inflight > 0
 
 
 def main() -> None:
