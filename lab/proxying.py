@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from lab.faults import Fault
+from lab.service import free_ports
 from lab.traffic import PIECE_BYTES, TICK_S, Head, Link, Valve, body_of, read_head
 
 _SOCKET_BYTES = 256 * 2**10
@@ -194,10 +195,8 @@ class Server:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._tls, self._wrong_tls = tls, wrong_tls
-        # Its port stays its own while nobody listens: bound, it refuses (`lab.service.free_ports`).
-        self._place = _bound(address, 0)
+        (self._port,) = free_ports(1, address)  # it stays its own while nobody listens
         self._address = address
-        self._port: int = self._place.getsockname()[1]
         self._listener: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._fault: Fault | None = None
@@ -211,8 +210,10 @@ class Server:
         self.up, self.down = Link(self._valve), Link(self._valve)
 
     async def listen(self, tls: ssl.SSLContext | None) -> int:
-        sock = _bound(self._address, self._port)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+        sock.bind((self._address, self._port))
         sock.listen(128)
         serve = partial(self._serve, self._changes)
         self._listener = await asyncio.start_server(serve, sock=sock, ssl=tls, limit=2**20)
@@ -309,13 +310,6 @@ class Server:
                 if broken.reset:
                     _reset(writer)
                 return
-
-
-def _bound(address: str, port: int) -> socket.socket:
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((address, port))
-    return sock
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -43,15 +43,15 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 nobody listens on. This process holds them while it runs, so that the
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Ports of `address` nobody listens on. This process holds them while it runs, so that the
     system gives them to no other before the server that they are for listens. That server needs
     SO_REUSEADDR, as is usual: then it may listen where another socket is only bound (socket(7))."""
     ports = []
     for _ in range(count):
         held = socket.socket()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind((address, 0))
         ports.append(held.getsockname()[1])
         held.detach()
     return ports

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -65,9 +66,10 @@ class Child:
                 self._process.kill()
             raise OSError(str(error)) from error
         if processors is not None:
-            # A dead process is reported elsewhere; any other runs where this one does.
-            with contextlib.suppress(OSError):
+            try:
                 os.sched_setaffinity(self._process.pid, processors)
+            except OSError as error:  # if it is dead, that is reported elsewhere
+                logging.getLogger("s3kv").warning("I/O process not bound to cores: %s", error)
 
     @property
     def pid(self) -> int:
@@ -144,7 +146,7 @@ class Child:
 
     def end(self, timeout_s: float) -> None:
         """Hang up and wait for the process to end; kill it after `timeout_s`."""
-        if not self.is_dead():  # others that were forked from its parent may hold the stream open
+        if not self.is_dead():  # a process forked from this one may hold the stream open
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         self.hung_up = True

@@ -20,7 +20,7 @@ CHECK_S = 1.0
 _SILENCE_MAX_S = 30.0
 """Time after which an unanswered ping means that the process hangs; its loop never blocks."""
 _START_S = 60.0
-"""Time besides for the first answer, to the start, which takes a busy machine up to a minute."""
+"""Further time for the first answer: a busy machine takes up to a minute to start a process."""
 
 
 class State(IdentityEnum):
@@ -107,7 +107,7 @@ class ProcessLife:
 
 
 class Heartbeat:
-    """Checks of a process that is up, a second apart. Each sends a ping if none is unanswered."""
+    """Checks of a process, a second apart. Each pings, unless the start or a ping is unanswered."""
 
     def __init__(self, now_s: float) -> None:
         self._checked_s, self._pinged_s = now_s, now_s + _START_S

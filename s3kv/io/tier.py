@@ -32,8 +32,8 @@ from s3kv.types import TensorSpec
 logger = logging.getLogger("s3kv")
 
 _PROCESS_START_S = 130.0
-"""Time for an I/O process to start (0.6 s of a core, of which it may get 1 %), and for KMS and its
-disk, before `START_TIMEOUT_S` begins. So it gives up first, and says why."""
+"""Time before `START_TIMEOUT_S` begins: to start an I/O process (90 s on a busy machine), for keys
+(`kms.ANSWER_S`) and the disk (`disk.PATIENCE_S`). So the process gives up first, and says why."""
 
 
 def introduce(

@@ -99,7 +99,7 @@ def test_a_name_that_stood_for_two_images_bars_whoever_uses_it() -> None:
 
 
 @pytest.mark.parametrize("had", [(), (picture(HASH, offset=40),)], ids=["new name", "known name"])
-def test_what_a_session_is_given_later_is_not_cached(had: tuple[MultiModalFeatureSpec]) -> None:
+def test_what_a_session_is_given_later_is_not_cached(had: tuple[Any, ...]) -> None:
     of, session = hashing(), request("session", *had, resumable=True)
     before = of.of(session, None)
     assert before[:2] == HASHES[:2]
