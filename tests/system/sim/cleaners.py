@@ -7,7 +7,7 @@ budget. What must hold, beside all that holds of every fleet:
 
 1. Nothing is deleted outside the prefix, nor anything under it that is not s3kv's own.
 2. Nothing is deleted that was younger than `MIN_AGE_S` when it was listed, and nothing by a
-   listing that is out of date.
+   listing from before a stop that was longer than a lease.
 3. In that turnover the bucket exceeds its budget by no more than what is written between two
    sweeps, and afterwards it returns to it.
 4. A chunk that was deleted is a miss, never an error: every fetch ends as the bucket has answered.

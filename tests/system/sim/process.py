@@ -165,7 +165,9 @@ class Process:
     def thaw(self) -> None:
         if self.frozen and not self._dead:
             self.frozen = False
-            self.connection.frozen_s += self._loop.time() - self._frozen_at_s
+            stood_s = self._loop.time() - self._frozen_at_s
+            self.connection.frozen_s += stood_s
+            self.connection.stood_s = max(self.connection.stood_s, stood_s)
             self.connection.thaw()
             self._later(0.0, self._hear_all)
             self._later(0.0, self._say)

@@ -32,7 +32,7 @@ HANG_S = 10.0
 """After so long without a byte the S3 client gives up by itself (`request_timeout_ms`)."""
 LEASE = "s3kv/v3/cleaner.json"
 STALE_S = LEASE_S + 2 * HANG_S
-"""Nothing is deleted by a listing that is older: a cleaner that has stalled longer lists again."""
+"""A cleaner that has stood still for longer lists again before it deletes."""
 
 
 class PlannedDefect(Exception):
@@ -103,11 +103,13 @@ class Bucket:
             self.written[key] = data
         return created
 
-    async def delete_listed(self, objects: Sequence[ObjectInfo], listed_s: float) -> Sequence[str]:
-        """As `ObjectStore.delete_many`, by a process that has begun to list them at `listed_s`."""
-        now_s = self.clock()
-        if now_s - listed_s > STALE_S:
-            self.accuse(f"objects are deleted {now_s - listed_s:.0f} s after they were listed")
+    async def delete_listed(
+        self, objects: Sequence[ObjectInfo], listed_s: float, stood_s: float
+    ) -> Sequence[str]:
+        """As `ObjectStore.delete_many`, by a process that has begun to list them at `listed_s` and
+        has since stood still for at most `stood_s` at a time."""
+        if stood_s > STALE_S:
+            self.accuse(f"objects are deleted that were listed before a stop of {stood_s:.0f} s")
         for info in objects:
             held = self.objects._objects.get(info.key)
             if info.key in self.foreign or not info.key.startswith("s3kv/v3/"):
@@ -155,7 +157,7 @@ class Connection:
         """What the bucket said of each key, for the oracle, which clears it. What it said of writes
         is apart, under `WRITE` and the key: both may go on at once. Here and below, the key of an
         encrypted object is that of the object inside."""
-        self.frozen_s = 0.0
+        self.frozen_s = self.stood_s = 0.0
         """How long its process has been stopped so far, and calls of its disk have hung."""
         self.looks: dict[str, str] = {}
         """What a HEAD found last under each key."""
@@ -372,14 +374,14 @@ class Connection:
         await asyncio.sleep(HANG_S if fate == "hang" else weather.latency(rng))
         if fate in _ERRORS:
             raise _ERRORS[fate](f"the bucket is {fate}")
-        stayed = await self._bucket.delete_listed(objects, self._listed_s)
+        stayed = await self._bucket.delete_listed(objects, self._listed_s, self.stood_s)
         await self._sleep(0.0)
         if fate == "lost":
             raise StoreUnavailable("the answer was lost")
         return stayed
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        self._listed_s = asyncio.get_running_loop().time()
+        self._listed_s, self.stood_s = asyncio.get_running_loop().time(), 0.0
         await self._begin("get", LEASE)
         async for info in self._bucket.objects.list(prefix, after):
             yield info
