@@ -25,6 +25,7 @@ from tests.system.e2e.conftest import Rig, connector_for
 
 VLLM = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024")
 pytestmark = pytest.mark.timeout(1_800)
+Run = Callable[[list[str], dict[str, str]], tuple[int, str]]
 SMALL = ("--prompts", "2", "--longest", "800", "--host-bytes", "64MiB")
 
 
@@ -46,7 +47,7 @@ def run_here(arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 
 def prove(
-    s3: S3Server, bucket: str, folder: Path, *options: str, run: Callable[..., Any] = run
+    s3: S3Server, bucket: str, folder: Path, *options: str, run: Run
 ) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report and everything that was printed."""
     model = models.add_tokenizer(models.build(folder, models.TINY))
@@ -60,8 +61,11 @@ def prove(
     return code, json.loads((folder / "report.json").read_text()), said
 
 
-def test_honest_kv_is_proven_in_every_arm(s3: S3Server, bucket: str, tmp_path: Path) -> None:
-    code, report, said = prove(s3, bucket, tmp_path)
+@pytest.mark.parametrize("run", [run_here, pytest.param(run, marks=pytest.mark.nightly)])
+def test_honest_kv_is_proven_in_every_arm(
+    run: Run, s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    code, report, said = prove(s3, bucket, tmp_path, run=run)
     assert code == 0, said
     assert report["verdict"].startswith("PROVEN: 2 answers are the same as host, restart")
     assert report["margins"]["noise"] < 0.01  # float32: what is wrong stands out
@@ -71,7 +75,7 @@ def test_honest_kv_is_proven_in_every_arm(s3: S3Server, bucket: str, tmp_path: P
 def test_the_tier_is_proven(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     tier = {"type": "s3kv", "bucket": bucket, "endpoint_url": str(s3.url)}
     connector = json.dumps(offloading(tier, 64 * 2**20))
-    code, report, said = prove(s3, bucket, tmp_path, "--connector-json", connector)
+    code, report, said = prove(s3, bucket, tmp_path, "--connector-json", connector, run=run)
     assert code == 0, said
     assert report["verdict"].startswith("PROVEN: 2 answers are the same as host, restart")
 
