@@ -2,8 +2,9 @@
 0] [--large] [--json FILE]`.
 
 Prompts and engines as in `benchmarks.engine`, on a server with the shape of S3, at several rates of
-the link. First bytes take 30 ms each, without S3's tail, which would hide what the link does. Every
-round, at each rate (MB/s; 0: no limit), starts five engines one after another:
+the link. First bytes take 30 ms each, without S3's tail, which would hide what the link does. Times
+are to the first token, because the others do not depend on the cache. Every round, at each rate
+(MB/s; 0: no limit), starts five engines one after another:
 
     cold-off    computes prompts, saves, uploads plain objects
     warm-off    a new engine, with `compress: auto`, on those: it learns the speed of the link, and
@@ -29,6 +30,8 @@ from lab.models import prompts
 
 class Rounds(Bench):
     """Rounds at one rate of the link."""
+
+    max_tokens = 1
 
     def __init__(self, folder: Path, store: Store, size: Size) -> None:
         super().__init__(folder, store, size, "warm-off", "warm-auto", "warm-on")

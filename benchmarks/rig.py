@@ -208,6 +208,9 @@ class Bench:
     warm: the passes whose hits are noted.
     """
 
+    max_tokens = 8
+    """Of an answer."""
+
     def __init__(self, folder: Path, store: Store, size: Size, *warm: str) -> None:
         self.folder, self.store, self.size = folder, store, size
         self.model = build(folder, size.preset)
@@ -227,7 +230,7 @@ class Bench:
 
     def run(self, name: str, engine: Engine, asked: Sequence[Sequence[int]]) -> None:
         """One pass."""
-        answers = engine.generate(asked)
+        answers = engine.generate(asked, max_tokens=self.max_tokens)
         self.seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
         if name in self._warm:
             self._hits |= {str(answer.cached_tokens) for answer in answers}
