@@ -23,9 +23,9 @@ from s3kv.cli.serve import (
     connector_option,
     given_options,
     host_bytes_option,
-    is_multi_modal,
     kv_transfer_config,
     offloads_with,
+    read_model_config,
     refuse_connectors,
     server_of,
     sizes,
@@ -176,7 +176,7 @@ def _own_connector(
 ) -> dict[str, Any]:
     """The kv_transfer_config that `s3kv serve` would set. shares: chunks with other sizes."""
     settings = parse(config | ({"share_ranks": True} if shares else {}))
-    offloads = offloads_with(connector, given, is_multi_modal(model, given))
+    offloads = offloads_with(connector, given, read_model_config(model, given))
     if "host_bytes" not in config:
         settings, note = with_host_memory(settings, given, offloads=offloads)
         click.echo(f"s3kv: {note}", err=True)

@@ -53,7 +53,7 @@ connector_option = click.option(
     default="auto",
     show_default=True,
     help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs, unless "
-    "requests have media, adapters or prompt embeddings.",
+    "requests have media, adapters or prompt embeddings, or attention has windows.",
 )
 host_bytes_option = click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
 
@@ -88,13 +88,14 @@ def serve(
     """
     program, given, notes = server_of(model), given_options(options), []
     refuse_connectors(given)
-    settings, multi_modal = parse(config), is_multi_modal(model, given)
+    settings, model_config = parse(config), read_model_config(model, given)
+    multi_modal = is_multi_modal(model_config, given)
     if multi_modal is None:
         notes.append(
             "the model's config.json is not found: encoder outputs are not cached unless "
             "--encoder-outputs is set, and the connector is S3KVConnector unless --connector is"
         )
-    offloads, encodes = offloads_with(connector, given, multi_modal), bool(encoder_outputs)
+    offloads, encodes = offloads_with(connector, given, model_config), bool(encoder_outputs)
     if encoder_outputs is None:
         encodes = bool(multi_modal) and may_cache_items(given)
     if "host_bytes" not in config:
@@ -121,12 +122,15 @@ def refuse_connectors(given: Mapping[str, str]) -> None:
         )
 
 
-def offloads_with(connector: str, given: Mapping[str, str], multi_modal: bool | None) -> bool:
+def offloads_with(
+    connector: str, given: Mapping[str, str], model_config: Mapping[str, Any]
+) -> bool:
     """Whether the value of --connector means vLLM's own connector, with s3kv as its tier."""
     if connector != "auto":
         return connector == _OFFLOADING
-    suits = multi_modal is False and given.get("--scheduling-policy") != "priority"
-    return runs_on_gpus() and suits and not given.keys() & BEYOND_TOKENS
+    suits = is_multi_modal(model_config, given) is False and not has_windows(model_config)
+    suits = suits and given.get("--scheduling-policy") != "priority"
+    return suits and runs_on_gpus() and not given.keys() & BEYOND_TOKENS
 
 
 def with_host_memory(
@@ -221,13 +225,8 @@ def runs_on_gpus() -> bool:
     return not (for_cpus or others or importlib.util.find_spec("libtpu"))
 
 
-def is_multi_modal(model: str, given: Mapping[str, str]) -> bool | None:
-    """Whether vLLM takes more than text for a model, by its config.json and vLLM's table of models.
-
-    The file of a model on the hub is downloaded, as vLLM does next. None without such a file.
-    """
-    if "--language-model-only" in given:
-        return False
+def read_model_config(model: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """A model's config.json; empty without one. The hub's is downloaded, as vLLM does next."""
     file: Any = Path(model, "config.json")
     try:
         if not Path(model).is_dir():
@@ -236,10 +235,28 @@ def is_multi_modal(model: str, given: Mapping[str, str]) -> bool | None:
             place = {"filename": file.name, "revision": given.get("--revision")}
             file = try_to_load_from_cache(model, **place)
             file = file if isinstance(file, str) else hf_hub_download(model, **place)
-        held = json.loads(Path(file).read_text("utf-8"))
-        return not multi_modal_architectures().isdisjoint(held.get("architectures") or ())
-    except (ImportError, OSError, ValueError):  # ValueError: no name on the hub, or no JSON
-        return None
+        return dict(json.loads(Path(file).read_text("utf-8")))
+    except (ImportError, OSError, TypeError, ValueError):  # no name on the hub, or no such JSON
+        return {}
+
+
+def is_multi_modal(model_config: Mapping[str, Any], given: Mapping[str, str]) -> bool | None:
+    """Whether vLLM takes more than text for a model, by its config.json and vLLM's table of models.
+    None without the file."""
+    if "--language-model-only" in given:
+        return False
+    names = model_config.get("architectures")
+    return not multi_modal_architectures().isdisjoint(names or ()) if model_config else None
+
+
+def has_windows(model_config: Mapping[str, Any]) -> bool:
+    """Whether a layer's attention has a window, by the model's config.json."""
+    parts = [model_config, *(p for p in model_config.values() if isinstance(p, dict))]
+    return any(
+        (part.get("sliding_window") and part.get("use_sliding_window", True))
+        or part.get("attention_chunk_size")
+        for part in parts
+    )
 
 
 def may_cache_items(given: Mapping[str, str]) -> bool:

@@ -55,7 +55,9 @@ def test_the_table_of_models_is_vllms() -> None:
     [
         ('{"architectures": ["Blip2ForConditionalGeneration"]}', True),
         ('{"architectures": ["LlamaForCausalLM"]}', False),
-        ("{}", False),
+        ('{"architectures": null}', False),
+        ("{}", None),
+        ("[]", None),
         ("", None),
     ],
 )
@@ -65,13 +67,17 @@ def test_a_model_is_multi_modal_by_its_file(
     """In a folder, or in the cache of the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert serve.is_multi_modal("team/model", {}) is None
-    assert serve.is_multi_modal("s3://bucket/model", {}) is None
+
+    def found(model: str, given: dict[str, str]) -> bool | None:
+        return serve.is_multi_modal(serve.read_model_config(model, given), given)
+
+    assert found("team/model", {}) is None
+    assert found("s3://bucket/model", {}) is None
     repository = tmp_path / "models--team--model"
     plant(repository, {"refs/main": "abc", "snapshots/abc/config.json": config})
-    assert serve.is_multi_modal(str(repository / "snapshots" / "abc"), {}) is expected
-    assert serve.is_multi_modal("team/model", {}) is expected
-    assert serve.is_multi_modal("team/model", {"--language-model-only": ""}) is False
+    assert found(str(repository / "snapshots" / "abc"), {}) is expected
+    assert found("team/model", {}) is expected
+    assert found("team/model", {"--language-model-only": ""}) is False
 
 
 def test_the_tier_takes_the_settings_that_are_not_vllms() -> None:

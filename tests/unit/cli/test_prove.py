@@ -42,7 +42,7 @@ def arms(monkeypatch: pytest.MonkeyPatch, boto: Any) -> dict[str, Any]:
 
     monkeypatch.setattr(proof, "run_arms", run_arms)
     monkeypatch.setattr(prove, "server_of", lambda model: [])
-    monkeypatch.setattr(prove, "is_multi_modal", lambda model, given: None)  # asks the hub
+    monkeypatch.setattr(prove, "read_model_config", lambda model, given: {})  # asks the hub
     return told
 
 

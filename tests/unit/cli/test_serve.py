@@ -20,7 +20,14 @@ from tests.project import ROOT, plant
 from tests.unit.cli.conftest import refused
 
 GPU, CPU = "0.32.0", "0.32.0+cpu"
-MODELS = {"m": '{"architectures": ["Llama"]}', "images": '{"architectures": ["Llava"]}', "odd": ""}
+MODELS = {
+    "m": '{"architectures": ["Llama"], "sliding_window": null, "attention_chunk_size": null}',
+    "images": '{"architectures": ["Llava"]}',
+    "windows": '{"sliding_window": 128}',
+    "unused": '{"sliding_window": 128, "use_sliding_window": false}',
+    "local": '{"text_config": {"attention_chunk_size": 8192}}',
+    "odd": "",
+}
 SET = ("--bucket", "my-bucket", "--host-bytes", "1GiB", "--no-encoder-outputs")
 
 
@@ -202,6 +209,9 @@ def test_the_file_of_vllm_counts_less_than_the_words(tmp_path: Path) -> None:
         ("images -n 1 -pcp 1 --distributed-executor-backend mp", "S3KVConnector", "1GiB"),
         ("images --distributed-executor-backend ray", "S3KVConnector", None),
         ("odd", "S3KVConnector", None),
+        ("windows", "S3KVConnector", None),
+        ("unused", "OffloadingConnector", None),
+        ("local", "S3KVConnector", None),
     ],
 )
 def test_encoder_outputs_of_multi_modal_models(
