@@ -28,7 +28,7 @@ from s3kv.connectors.kv_translate import (
     scheduled_requests,
     written_blocks,
 )
-from s3kv.connectors.linger import Linger
+from s3kv.connectors.linger import LINGER_S, Linger
 from s3kv.connectors.log import PromptTraffic, start_line
 from s3kv.connectors.metrics import S3KVStats, Values
 from s3kv.connectors.request_hashes import RequestHashes
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("s3kv")
-
-_LINGER_S = 0.004
 
 
 class SchedulerSide(Guarded):
@@ -99,7 +97,7 @@ class SchedulerSide(Guarded):
             trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
         )
         self._events = KVEvents(sizes, is_published=publishes_events)
-        self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
+        self._linger = Linger(LINGER_S, in_lockstep=in_lockstep)
         self._has_priorities = has_priorities
         self._miscounts_sessions = miscounts_sessions
         self._requests: dict[str, Request] = {}

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+LINGER_S = 0.004
+"""Longest pause for KV. It delays a new request."""
+
+
 def is_in_lockstep(vllm_config: VllmConfig) -> bool:
     """Whether other engines wait for every step of this one. vLLM's data-parallel ranks of a model
     with experts do, even if a rank has nothing to compute (`execute_dummy_batch`)."""
@@ -21,8 +25,8 @@ class Linger:
     """Pauses of an idle engine whose requests wait for s3kv. Without them vLLM's loop polls every
     1.3 ms, and takes a third of a core from the I/O process.
 
-    longest_s: length of a pause that no arrival ends. It delays a new request. in_lockstep: whether
-    a pause would hold up other engines; then there is none.
+    longest_s: length of a pause that no arrival ends. in_lockstep: whether a pause would hold up
+    other engines; then there is none.
     """
 
     def __init__(self, longest_s: float, *, in_lockstep: bool) -> None:

@@ -41,12 +41,14 @@ from s3kv.connectors.ec_scheduler import reset_items
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import offload_fingerprint
 from s3kv.connectors.kv_translate import WorkerHandshake
+from s3kv.connectors.linger import LINGER_S, is_in_lockstep
 from s3kv.connectors.log import TierTraffic, join_vllm_log, start_line, warn_of_uploads_left
 from s3kv.connectors.metrics import Values
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
 from s3kv.connectors.tier_setup import (
     check_requests_are_known,
+    check_rows_are_whole,
     engine_config,
     parse_settings,
     row_tensor,
@@ -108,6 +110,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         rows, row_bytes = primary_kv_view.shape or (0, 0)
         offloading = offloading_spec.config
         blocks = offloading.cache.blocks_per_chunk
+        check_rows_are_whole(blocks, kv_cache_config)
         self.planner = OffloadPlanner(
             BucketIndex(),
             Breaker(has_disk=config.disk_path is not None),
@@ -125,6 +128,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         """vLLM's jobs that have not been reported."""
         self._now_s = time.monotonic()
         """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
+        self._linger_s = 0.0 if is_in_lockstep(vllm_config) else LINGER_S
         self._salt = b""
         """Of the hashes since the last reset."""
         handshake = introduce(
@@ -192,6 +196,8 @@ class S3Tier(Guarded, SecondaryTierManager):
         self.planner.end_pass(context.new_req_ids, now_s)
         self._send(self.planner.uses())
         self._cancel()
+        if self.planner.is_idle:
+            self._poll(self._linger_s)
         self._tier.client.flush()
         self._telemetry.log(self.planner, now_s)
 
@@ -221,9 +227,10 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._poll()
         return self.planner.transfers.take_ends()
 
-    def _poll(self) -> None:
+    def _poll(self, linger_s: float = 0.0) -> None:
+        ends = self._tier.client.poll(linger_s)
         self._now_s = now_s = time.monotonic()
-        for end in self._tier.client.poll():
+        for end in ends:
             if end.kind in (JobKind.FETCH, JobKind.UPLOAD) and end.outcome.is_success:
                 self._telemetry.add_seconds({f"{end.kind.value}_seconds": [end.seconds]})
             self.planner.on_end(end, now_s)

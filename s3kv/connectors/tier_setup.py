@@ -1,8 +1,8 @@
 """Start of a tier: its settings, the engine's configuration, and the engines it refuses.
 
-A tier sees keys and no requests. So it refuses an engine whose block hashes leave out an input that
-changes the KV: adapters (LoRA), and media that clients may name. The connector of s3kv, which sees
-the requests, serves these.
+A tier sees keys and rows. So it refuses an engine whose block hashes leave out an input that
+changes the KV: adapters (LoRA), and media that clients may name; and one that stores rows in part.
+The connector of s3kv, which sees requests and blocks, serves these.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
 from s3kv.config import Config
-from s3kv.connectors.kv_groups import check_prefixes_suffice
+from s3kv.connectors.kv_groups import check_prefixes_suffice, layers_of
 from s3kv.connectors.kv_translate import check_hashes_are_stable, check_steps_end_whole
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.request_hashes import cover_inputs
@@ -29,6 +31,7 @@ REPLACED = {
     "share_ranks": "set vLLM's canonical_layout",
 }
 """Settings of the connector that are vLLM's here."""
+_OTHER = 'use the connector of s3kv instead ("kv_connector": "S3KVConnector")'
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
 """Number formats of KV caches with more than one byte, by vLLM's names."""
 
@@ -47,13 +50,12 @@ def check_requests_are_known(
     """Raise an error if keys may leave out inputs that change the KV of a request."""
     check_prefixes_suffice(vllm_config, kv_cache_config)
     model = vllm_config.model_config
-    other = 'use the connector of s3kv instead ("kv_connector": "S3KVConnector")'
     check_steps_end_whole(vllm_config)
     check_hashes_are_stable(vllm_config)
     if vllm_config.lora_config is not None:
         raise UnsupportedError(
             "vLLM's keys have the names of adapters (LoRA) and not their content, and a tier sees "
-            f"nothing else: {other}"
+            f"nothing else: {_OTHER}"
         )
     media = model.multimodal_config
     sees = media is not None and not getattr(media, "language_model_only", False)
@@ -61,15 +63,28 @@ def check_requests_are_known(
         raise ConfigError(
             "trust_media_names is False, and vLLM's keys have the names of images, which a client "
             "may give: set it to True if no client sends names of its own "
-            f"(multi_modal_uuids), or {other}"
+            f"(multi_modal_uuids), or {_OTHER}"
         )
     check_media_names(vllm_config, trusted=sees and config.trust_media_names)
     if vllm_config.scheduler_config.policy == "priority":
         raise UnsupportedError(
-            f"with priorities vLLM may cache blocks that were never computed (vllm#57580): {other}"
+            f"with priorities vLLM may cache blocks that were never computed (vllm#57580): {_OTHER}"
         )
     if getattr(model, "enable_prompt_embeds", False) or not cover_inputs():
-        raise UnsupportedError(f"vLLM's keys may leave out parts of prompt embeddings: {other}")
+        raise UnsupportedError(f"vLLM's keys may leave out parts of prompt embeddings: {_OTHER}")
+
+
+def check_rows_are_whole(blocks: int, kv_cache_config: KVCacheConfig | None) -> None:
+    """Raise `UnsupportedError` if vLLM may store a row without some of its `blocks`, and load all
+    of it: those that a window has left behind are missing (0.31 to 0.33, `_build_store_jobs`)."""
+    layers = layers_of(kv_cache_config) if kv_cache_config is not None else []
+    whole = all(isinstance(layer, (FullAttentionSpec, MambaSpec)) for layer in layers)
+    if blocks > 1 and not whole:
+        raise UnsupportedError(
+            f"this model's attention has windows, and a chunk has {blocks} blocks: vLLM stores it "
+            "without the blocks that a window has left behind, and loads all of it. Remove "
+            f"block_size and blocks_per_chunk, or {_OTHER}"
+        )
 
 
 def row_tensor(vllm_config: VllmConfig, row_bytes: int) -> TensorSpec:

@@ -118,6 +118,7 @@ class OffloadPlanner:
         """RETRY answers of this pass, by request, which gets no others; callers may count them."""
         self._active: dict[str, _OffloadRequest] = {}  # with a lookup in this pass, or a fetch
         self._promised = self._probes = 0  # sums over all requests
+        self.is_idle = False  # whether all requests waited for rows at the end of the last pass
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}
@@ -141,6 +142,7 @@ class OffloadPlanner:
         """Forget the bucket, and bar the requests that live: the engine may hold KV of theirs from
         before, so they neither load nor save any more."""
         self.index.forget()
+        self._uses.clear()
         self.transfers.cancel_loads(math.inf)
         for request in self._requests.values():
             request.is_closed = request.is_barred = True
@@ -209,6 +211,7 @@ class OffloadPlanner:
     def end_pass(self, scheduled: Iterable[str], now_s: float) -> None:
         """End a scheduling pass, after its `load` calls. scheduled: requests that the engine begins
         to compute; vLLM has pinned the rows that they load."""
+        waiting = 0
         for request_id, request in tuple(self._active.items()):
             self._measure(request)
             if request.new:  # vLLM had no row for these, and has answered MISS in our place
@@ -219,11 +222,12 @@ class OffloadPlanner:
             if (retries or request.fetching) and not request.is_closed:
                 request.behind = retries or request.behind
                 self._decide(request, retries, now_s)
+            waiting += bool(retries or request.fetching)
             if not request.fetching:
                 del self._active[request_id]
                 if request.computing_step and not retries:  # it resumes, and vLLM may not say so
                     self._release(request)
-        self._step += 1
+        self._step, self.is_idle = self._step + 1, 0 < waiting == len(self._requests)
         while self._slow and next(iter(self._slow.values())) <= now_s:
             del self._slow[next(iter(self._slow))]
         for begun in filter(None, map(self._requests.get, scheduled)):
@@ -353,7 +357,8 @@ class OffloadPlanner:
     def on_end(self, end: JobEnd, now_s: float) -> None:
         """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
         if end.kind is JobKind.USE:
-            self._learn(self._uses.pop(end.job_id), end, now_s)
+            if (used := self._uses.pop(end.job_id, None)) is not None:  # else before a reset
+                self._learn(used, end, now_s)
             return
         job, outcome = self.transfers.job_ended(end), end.outcome
         self.counters[f"{end.kind.value}_{outcome.name.lower()}"] += 1

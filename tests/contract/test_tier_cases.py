@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock, call, patch
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from lab import models
 from lab.constants import changed
 from lab.s3 import S3Server
+from s3kv.connectors.linger import LINGER_S
 from s3kv.connectors.offload_tier import S3Tier
 from s3kv.connectors.plugin import register
 from tests.contract.test_tier_api import HIT, MISS, Offloading, Recorder, keys, recorded_as
@@ -353,6 +354,22 @@ def test_what_an_engine_and_a_request_may_do(
     engine.manager.complete_store(chunks, context)
     engine.settle()
     assert engine.tier.planner.index.is_present(engine.tier._chunk(*chunks)) == saves
+
+
+def test_an_engine_pauses_if_all_its_requests_wait_for_the_bucket(engine: Offloading) -> None:
+    one, other, chunk = engine.request(), engine.request(), keys(1)[0]
+    with stopped(engine), calls(engine.tier._tier.client, "poll") as polls:
+        for pauses in ([], [call(LINGER_S)]):
+            assert engine.manager.lookup(chunk, one) is PENDING  # polls
+            polls.reset_mock()
+            engine.step()
+            assert polls.call_args_list == pauses
+            if not pauses:
+                engine.manager.on_request_finished(other)
+    assert engine.look_up([chunk], one) == [MISS]
+    with calls(engine.tier._tier.client, "poll") as polls:
+        engine.step()
+    assert polls.call_args_list == []
 
 
 def test_metrics(engine: Offloading, s3kv: Entry) -> None:

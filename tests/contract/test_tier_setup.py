@@ -14,12 +14,15 @@ from s3kv.config import Config
 from s3kv.connectors.tier_setup import (
     REPLACED,
     check_requests_are_known,
+    check_rows_are_whole,
     engine_config,
     parse_settings,
     row_tensor,
 )
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.types import TensorSpec
+from tests.contract.configurations import FULL, WINDOW, groups
+from tests.contract.test_kv_groups import LOCAL, STATE
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -61,6 +64,14 @@ def test_engines_whose_keys_leave_out_inputs(
     )
     with pytest.raises(error, match="S3KVConnector") if error else contextlib.nullcontext():
         check_requests_are_known(Config(bucket="bucket"), config, None)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("spec", "is_whole"), [(STATE, True), (WINDOW, False), (LOCAL, False)])
+def test_rows_that_vllm_stores_in_part(blocks: int, spec: Any, is_whole: bool) -> None:
+    taken = is_whole or blocks == 1
+    with contextlib.nullcontext() if taken else pytest.raises(UnsupportedError, match="windows"):
+        check_rows_are_whole(blocks, groups(FULL, spec))
 
 
 def test_the_configuration_is_that_of_the_constructor_that_calls(tiny_config: Any) -> None:

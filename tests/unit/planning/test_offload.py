@@ -362,9 +362,15 @@ def test_changes_are_what_the_bucket_turned_out_to_have() -> None:
     assert desk.planner.index.verdict(use.key, desk.now_s) is False
 
 
-def test_a_chunk_in_use_that_the_bucket_has_lost_is_a_change() -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_chunk_in_use_that_the_bucket_has_lost_is_a_change(reset: bool) -> None:
+    """A use from before a reset is of a key that is out of reach."""
     desk = Desk(is_observed=True)
     desk.end(desk.store("a", 1), fresh_s=0.0)
     desk.planner.use(row_key(name_of(0, 1)), desk.now_s)
-    desk.end(desk.planner.uses(), Outcome.MISSING)
-    assert desk.planner.changes == [(name_of(0, 1), True), (name_of(0, 1), False)]
+    uses = desk.planner.uses()
+    if reset:
+        desk.planner.reset()
+        desk.planner.changes.clear()
+    desk.end(uses, Outcome.OK if reset else Outcome.MISSING)
+    assert desk.planner.changes == ([] if reset else [(name_of(0, 1), n) for n in (True, False)])
