@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from demo import stay
 from s3kv import prices
-from s3kv.cli.billing import DAY_S, MONTH_S, bill, metric_sums, traffic_of_metrics
+from s3kv.cli.billing import MONTH_S, bill, metric_sums, traffic_of_metrics
+from s3kv.cli.show import DAY_S
 from s3kv.metrics import NAMESPACE
 
 DOLLARS_PER_HOUR = 3.0

@@ -51,7 +51,7 @@ def instructions(directory: Path, env: Mapping[str, str]) -> str:
         *(f'    export {name}="{value}"' for name, value in exports.items()),
         *(f"    s3kv {command} --config {CONFIG}" for command in COMMANDS),
         f"    s3kv cost --metrics {METRICS.format('first')} --metrics {METRICS.format('second')} "
-        "--over 1h --gpu-dollars-per-hour 4 --prefill-tokens-per-s 8000",
+        "--over 1h --stored 1GiB --gpu-dollars-per-hour 4 --prefill-tokens-per-s 8000",
         "",
     ]
     return "\n".join(lines)

@@ -46,9 +46,7 @@ class Engine:
         return self.ranks * PRICES.get / 1000
 
     def storage_dollars(self, days: float) -> float:
-        return (
-            self.chunk_bytes / billing.GIB * PRICES.storage * days * billing.DAY_S / billing.MONTH_S
-        )
+        return self.chunk_bytes / billing.GIB * PRICES.storage * days * 86_400 / billing.MONTH_S
 
     def break_even(self, days: float) -> float:
         """How often a chunk has to be fetched in the days it is kept, so that computing it each

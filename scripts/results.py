@@ -188,7 +188,7 @@ def planner(result: dict[str, Any]) -> str:
 
 def compressed(result: dict[str, Any]) -> str:
     """Hits and cold prompts of an engine with compressed objects, by the rate of the link."""
-    about = f"{result['machine']}; {result['prompts']}. Medians; cold prompts relative to `off`."
+    about = f"{result['machine']}; {result['prompts']}. Median TTFT; cold: relative to `off`."
     head = ["link", *(f"hit, `{mode}`" for mode in ("off", "on", "auto")), "`on` to `off`"]
     head += ["`auto` to the better", "cold, `on`", "cold, `auto`"]
     rows = []

@@ -10,8 +10,7 @@ from s3kv.errors import ConfigError
 from s3kv.metrics import EC_NAMESPACE, NAMESPACE
 from s3kv.prices import Prices
 
-DAY_S = 86_400.0
-MONTH_S = 365 / 12 * DAY_S
+MONTH_S = 365 / 12 * 86_400.0
 GIB = 2**30
 _LABELS = ("verb", "status")
 """The labels by which metrics distinguish requests."""

@@ -60,14 +60,10 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Period of the counts (90m, 24h, 7d), since the servers started.",
 )
 @click.option(
-    "--stored", type=size, help="Size of the bucket, as `s3kv ls --summary` prints it (1.5TiB)."
-)
-@click.option(
-    "--keep-days",
-    type=FiniteRange(0, min_open=True),
-    default=7,
-    show_default=True,
-    help="Without --stored: days that objects stay, by the bucket's lifecycle rule.",
+    "--stored",
+    type=size,
+    required=True,
+    help="Size of the bucket, as `s3kv ls --summary` prints it (1.5TiB).",
 )
 @click.option(
     "--prices",
@@ -92,8 +88,7 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 def cost(
     sources: Sequence[str],
     over: float,
-    stored: int | None,
-    keep_days: float,
+    stored: int,
     table: str,
     gpu_dollars_per_hour: float | None,
     prefill_tokens_per_s: float | None,
@@ -112,10 +107,7 @@ def cost(
         changed = {k.removeprefix("price_"): v for k, v in own_prices.items() if v is not None}
         chosen = dataclasses.replace(prices.TABLE[table], **changed)
         traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
-        # Without --stored, all that is new stays for so many days.
-        steady = traffic.bytes_up / traffic.seconds * keep_days * billing.DAY_S
-        held = steady if stored is None else stored
-        parts = billing.bill(traffic, held, chosen)
+        parts = billing.bill(traffic, stored, chosen)
         saved = paid = None
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)

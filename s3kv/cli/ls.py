@@ -15,8 +15,6 @@ from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
 from s3kv.stores.store import Inventory
 
-_BAR_CHARS = 40
-
 
 @click.command(epilog=EPILOG)
 @click.argument("namespace", required=False)
@@ -106,11 +104,8 @@ def _print_summary(
     show.print_table(["namespace", "model", *show.numbers(*names)], rows)
     by_age = {name: sum(one.bytes_by_age[name] for one in found) for name in walk.AGES}
     show.print_table(
-        ["last used" if on_disk else "last written", *show.numbers("bytes"), ""],
-        [
-            (n, show.size(b), "█" * round(_BAR_CHARS * b / max(nbytes, 1)))
-            for n, b in by_age.items()
-        ],
+        ["last used" if on_disk else "last written", *show.numbers("bytes")],
+        [(name, show.size(nbytes)) for name, nbytes in by_age.items()],
     )
     told = [
         (one.namespace.digest, name, one.manifest[name])

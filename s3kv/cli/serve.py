@@ -227,15 +227,13 @@ def runs_on_gpus() -> bool:
 
 def read_model_config(model: str, given: Mapping[str, str]) -> dict[str, Any]:
     """A model's config.json; empty without one. The hub's is downloaded, as vLLM does next."""
-    file: Any = Path(model, "config.json")
+    file = Path(model, "config.json")
     try:
         if not Path(model).is_dir():
-            from huggingface_hub import hf_hub_download, try_to_load_from_cache
+            from huggingface_hub import hf_hub_download
 
-            place = {"filename": file.name, "revision": given.get("--revision")}
-            file = try_to_load_from_cache(model, **place)
-            file = file if isinstance(file, str) else hf_hub_download(model, **place)
-        return dict(json.loads(Path(file).read_text("utf-8")))
+            file = Path(hf_hub_download(model, file.name, revision=given.get("--revision")))
+        return dict(json.loads(file.read_text("utf-8")))
     except (ImportError, OSError, TypeError, ValueError):  # no name on the hub, or no such JSON
         return {}
 

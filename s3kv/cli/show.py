@@ -11,8 +11,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
@@ -52,24 +50,15 @@ def _print(table: Table, rows: Iterable[Sequence[Cell]]) -> None:
     Console().print(table)
 
 
-class _RateColumn(ProgressColumn):
-    """Things done per second, lately."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
-
-
 @contextlib.contextmanager
 def bars(clock_s: Callable[[], float] | None = None) -> Iterator[Report]:
-    """Progress bars on stderr with the rate and, if the total is known, the time left; removed at
-    the end; none if stderr is not a terminal."""
+    """Progress bars on stderr, removed at the end; none if stderr is not a terminal."""
     tasks: dict[str, TaskID] = {}
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        _RateColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,

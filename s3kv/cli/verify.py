@@ -72,14 +72,9 @@ class Verification:
 @click.option(
     "--sample", "count", type=click.IntRange(1), help="Read only so many objects, chosen at random."
 )
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of the choice of --sample."
-)
 @click.option("--delete", is_flag=True, help="Delete damaged objects.")
 @with_settings
-def verify(
-    config: Config, key: str | None, count: int | None, seed: int, delete: bool, as_json: bool
-) -> None:
+def verify(config: Config, key: str | None, count: int | None, delete: bool, as_json: bool) -> None:
     """Read objects back, and list those that fail verification.
 
     Reads all objects, those whose keys begin with KEY, or a --sample of them, and verifies each
@@ -96,7 +91,7 @@ def verify(
         if count is None:
             picks = listing.chunks(store, config.prefix, key)
         else:
-            picked = await sample(store, config.prefix, count, random.Random(seed), key)
+            picked = await sample(store, config.prefix, count, random.Random(), key)
             picks, total = in_turn(picked), len(picked)
         with show.bars() as on_progress:
             verifier = Verifier(

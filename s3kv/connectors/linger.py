@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-LINGER_S = 0.004
-"""Longest pause for KV. It delays a new request."""
+LINGER_S = 0.004  # for KV; it delays a new request
 
 
 def is_in_lockstep(vllm_config: VllmConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from s3kv.errors import ConfigError
 from s3kv.objects.keys import canonical_json, fingerprint_digest
@@ -16,16 +16,12 @@ MAX_NAMESPACE_BYTES = 64 * 2**10
 """Longest namespace, as JSON. It travels to the I/O process in one frame, and into the manifest."""
 
 
-class Opening(Coroutine[Any, Any, S]):
+class Opening(Generic[S]):
     """A store about to be opened. Use it once, in one of two ways:
 
-        store = await Store.open(...)            # and then: await store.close()
-        async with Store.open(...) as store:     # which closes it
-
-    It is a coroutine, so `asyncio.create_task` and similar functions accept it.
+    store = await Store.open(...)            # and then: await store.close()
+    async with Store.open(...) as store:     # which closes it
     """
-
-    __slots__ = ("_opening", "_store")
 
     def __init__(self, opening: Coroutine[Any, Any, S]) -> None:
         self._opening = opening
@@ -39,15 +35,6 @@ class Opening(Coroutine[Any, Any, S]):
 
     async def __aexit__(self, *_: object) -> None:
         await self._store.__aexit__(None, None, None)
-
-    def send(self, value: Any) -> Any:
-        return self._opening.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._opening.throw(*error)
-
-    def close(self) -> None:
-        self._opening.close()
 
 
 def plain_namespace(namespace: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ ENGINE = ("--gpu-dollars-per-hour", "3.6", "--prefill-tokens-per-s", "1000")
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["cost", *arguments], catch_exceptions=False)
+    words = ["cost", "--stored", "1GiB", *arguments]
+    return CliRunner().invoke(cli, words, catch_exceptions=False)
 
 
 def document(*arguments: str) -> dict[str, Any]:
@@ -88,14 +89,6 @@ def test_a_month_by_hand(metrics: str, options: list[str], expected: tuple[float
     assert dollars == dict(zip(PARTS, expected, strict=True))
     assert found["dollars_per_month"] == pytest.approx(sum(expected))
     assert found["saved"] is None
-
-
-def test_the_size_that_the_bucket_comes_to_have(metrics: str) -> None:
-    found = document("--metrics", metrics, "--over", "24h", "--keep-days", "2")
-    # 300 GiB a day, for two days.
-    storage = next(part for part in found["parts"] if part["name"] == "storage")
-    assert storage["amount"] == pytest.approx(600)
-    assert storage["dollars"] == pytest.approx(600 * 0.023)
 
 
 def test_what_is_saved(metrics: str) -> None:

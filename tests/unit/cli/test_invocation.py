@@ -76,9 +76,9 @@ BUCKET = ["--bucket", "bkt"]
     [
         (["ls", *BUCKET, "--region", ""], "region is '': allowed is the name of a region"),
         (["ls", *BUCKET, "--set", f"ca_bundle={__file__}"], "allowed is a file of certificates"),
-        (["cost", "--keep-days", "inf"], "'inf' is not a finite number"),
+        (["cost", "--prefill-tokens-per-s", "inf"], "'inf' is not a finite number"),
         (["cost", "--price-get", "nan"], "'nan' is not a finite number"),
-        (["cost", "--keep-days", "0"], "not in the range"),
+        (["cost", "--prefill-tokens-per-s", "0"], "not in the range"),
         (["doctor", *BUCKET, "--bandwidth", "5.1GiB"], "5.1 GiB: allowed is at most 5.0 GiB"),
     ],
 )

@@ -178,17 +178,9 @@ def test_a_good_object_in_the_wrong_place(run: Run, boto: Any, place: str, refus
     assert json.loads(run("verify", "--json").stdout)["damaged"][0]["refusal"] == refusal
 
 
-def test_a_sample_is_the_same_for_the_same_seed(run: Run, boto: Any) -> None:
+def test_a_sample(run: Run, boto: Any) -> None:
     fill(boto, {number: b"bad" for number in range(0, 20, 2)})
-
-    def damaged(seed: int) -> list[str]:
-        found = json.loads(run("verify", "--sample", "6", "--seed", str(seed), "--json").stdout)
-        assert found["checked"] == 6
-        return [d["key"] for d in found["damaged"]]
-
-    drawn = [damaged(seed) for seed in range(5)]
-    assert damaged(3) == drawn[3]
-    assert len({tuple(keys) for keys in drawn}) > 1
+    assert json.loads(run("verify", "--sample", "6", "--json").stdout)["checked"] == 6
 
 
 async def test_every_object_is_as_likely_to_be_drawn() -> None:

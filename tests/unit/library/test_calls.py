@@ -154,8 +154,6 @@ async def test_a_store_is_opened_with_and_without_await(config: Config) -> None:
         assert await store.get(hash_of(1), room())
     with pytest.raises(ClosedError):
         await store.get(hash_of(1), room())
-    store = await asyncio.create_task(opening(config))
-    await store.close()
 
 
 async def test_what_cannot_be_opened_says_why_in_our_words(config: Config) -> None:
