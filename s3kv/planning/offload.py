@@ -139,8 +139,7 @@ class OffloadPlanner:
             self._probes -= request.probes
 
     def reset(self) -> None:
-        """Forget the bucket, and bar the requests that live: the engine may hold KV of theirs from
-        before, so they neither load nor save any more."""
+        """Forget the bucket. Live requests neither load nor save any more: they may have old KV."""
         self.index.forget()
         self._uses.clear()
         self.transfers.cancel_loads(math.inf)
@@ -189,8 +188,7 @@ class OffloadPlanner:
         if request.probes == 0:
             request.probed_group = group
         is_free = request.probes < request.window and self._probes < 4 * self._first_window
-        is_over = request.lost and request.fetching
-        return is_free and not is_over and request.probed_group == group
+        return is_free and not (request.lost and request.fetching) and request.probed_group == group
 
     def _refuse(self, counter: str) -> OffloadAnswer:
         self.counters[counter] += 1
@@ -310,10 +308,9 @@ class OffloadPlanner:
                 keys = [row for row in keys if (row[0].end_token or most + 1) <= most]
         jobs = []
         for key, row in keys:
-            has_room = self.transfers.uploads < self._most_uploads
             if self.index.is_present(key.chunk):
                 self.use(key, now_s)
-            elif not (has_room and self.breaker.allows(now_s)):
+            elif self.transfers.uploads >= self._most_uploads or not self.breaker.allows(now_s):
                 self.counters["saves_dropped"] += 1
                 self.counters["saves_refused_by_breaker"] += self.breaker.is_open(now_s)
                 transfer.is_whole = False

@@ -117,20 +117,15 @@ class Engine:
             hash_block_size=hashed,
         )
         self.connector = self.scheduler.connector
-        handshake = WorkerHandshake("n" * 32, slots, 4_096)
-        self.connector.set_xfer_handshake_metadata(dict.fromkeys(range(ranks), handshake))
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hashed, hash_function)
-        self.bucket = Bucket() if before is None else before.bucket
-        memory: dict[str, Any] = {"slots": slots, "blocks": blocks + 1, "bucket": self.bucket}
-        coverages = self.side._sizes.coverages
-        tables = [next(c for c in coverages if n in c.members) for n in range(len(groups))]
-        self.ranks = [Rank(number, tables=tables, **memory) for number in range(ranks)]
         self._aggregator = KVOutputAggregator(ranks)
         self.seen: Counter[str] = Counter()
         self.now_s = 0.0
         self.steps = 0
+        self.weights = 0
+        """A number that all KV of an engine has, until it loads others: then a larger one."""
         self._numbers = itertools.count(1)
         self._blocks = blocks
         self._rng = rng
@@ -139,6 +134,18 @@ class Engine:
         self._outputs: deque[tuple[SchedulerOutput, set[str]]] = deque()
         self._ahead = int(config.scheduler_config.async_scheduling)
         self._prefixes: Prefixes = Prefixes() if before is None else before._prefixes
+        self._begin(before, config, cache, slots)
+
+    def _begin(self, before: Any, config: Any, cache: KVCacheConfig, slots: int) -> None:
+        """Make the ranks, and a bucket if there is none before."""
+        world_size = config.parallel_config.world_size
+        handshake = WorkerHandshake("n" * 32, slots, 4_096)
+        self.connector.set_xfer_handshake_metadata(dict.fromkeys(range(world_size), handshake))
+        self.bucket = Bucket() if before is None else before.bucket
+        memory: dict[str, Any] = {"slots": slots, "blocks": cache.num_blocks, "bucket": self.bucket}
+        coverages, numbers = self.side._sizes.coverages, range(len(cache.kv_cache_groups))
+        tables = [next(c for c in coverages if n in c.members) for n in numbers]
+        self.ranks: Any = [Rank(n, tables=tables, **memory) for n in range(world_size)]
 
     def add(self, prompt: list[int], *, new_tokens: int = 1, priority: int = 0) -> str:
         """A new request. Alone it fits."""
@@ -186,7 +193,7 @@ class Engine:
         sampling = {r.request_id for r in requests if r.num_computed_tokens >= r.num_tokens}
         writes = list(self._forward(output))
         for rank in self.ranks:
-            rank.run(output.kv_connector_metadata.plan, writes)
+            self._run(rank, output.kv_connector_metadata, writes)
         self._end_orders()
         if fails:
             assert not self._ahead
@@ -196,6 +203,9 @@ class Engine:
         if len(self._outputs) > self._ahead:
             self._take_in(*self._outputs.popleft())
         return int(output.total_num_scheduled_tokens)
+
+    def _run(self, rank: Any, metadata: Any, writes: list[Write]) -> None:
+        rank.run(metadata.plan, writes)
 
     def _forward(self, output: SchedulerOutput) -> Iterator[Write]:
         """What the step writes. What it reads has to be there, or is written in the same step."""
@@ -211,11 +221,11 @@ class Engine:
             for position, prefix in enumerate(chain):
                 at, offset = divmod(position, BLOCK)
                 known = written if position >= start else read
-                known[table[at], offset] = (0, prefix)
+                known[table[at], offset] = (self.weights, prefix)
                 # A state is in the block that ends with a step.
                 for group, states in enumerate(tables, 1):
                     if (at + 1) * BLOCK in (start, end):
-                        known[states[at], offset] = (group, prefix)
+                        known[states[at], offset] = (self.weights + group, prefix)
         for (block, offset), meaning in read.items():
             for rank in self.ranks:
                 found = written.get((block, offset), rank.blocks[block][offset])
@@ -247,7 +257,7 @@ class Engine:
         self._aggregator.ft_defer_kv_connector_outputs(told)
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
 
-    def _reported(self, rank: Rank) -> KVConnectorOutput:
+    def _reported(self, rank: Any) -> KVConnectorOutput:
         report, ends = rank.take_report(), dict(rank.loaded)
         rank.loaded.clear()
         is_told = bool(report.ends) or report.number is not None
@@ -295,8 +305,10 @@ class Engine:
         return "\n".join([*lines, f"  in flight: {sorted(orders)}"])
 
 
-def on_clock(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Engine:
-    """The engine, whose connector reads its virtual time."""
+def on_clock(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, connector: Any = kv_scheduler
+) -> Engine:
+    """The engine, whose connector reads its virtual time. connector: the module that does."""
     clock = SimpleNamespace(monotonic=lambda: engine.now_s)
-    monkeypatch.setattr(kv_scheduler, "time", clock)
+    monkeypatch.setattr(connector, "time", clock)
     return engine

@@ -18,7 +18,7 @@ def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
     bucket = ["--bucket", BUCKET, "--endpoint-url", url]
     return {
         "config": ["config", *bucket],
-        "cost": ["cost", "--metrics", str(metrics), "--over", "24h"],
+        "cost": ["cost", "--metrics", str(metrics), "--over", "24h", "--stored", "1GiB"],
         "doctor": ["doctor", "--set", "host_bytes=1MiB", *bucket],
         "verify KEY": ["verify", key(1), *bucket],
         "ls": ["ls", *bucket],

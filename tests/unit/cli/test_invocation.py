@@ -107,7 +107,9 @@ def test_no_traceback_when_the_disk_or_the_memory_is_full(
     assert capsys.readouterr().err == f"s3kv: {said}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["cost", "--over", "1h", "--metrics"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["cost", "--over", "1h", "--stored", "1", "--metrics"]]
+)
 def test_a_reader_that_has_gone_is_no_finding(arguments: list[str], tmp_path: Path) -> None:
     (metrics := tmp_path / "metrics").write_text("vllm:s3kv_saves_total 1\n")
     code = "import os, sys; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1)\n"

@@ -1,0 +1,106 @@
+"""Our tier under vLLM's own scheduler: nothing is wrong, waits for ever, or stays."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+from vllm.v1.kv_offload.base import make_offload_key
+
+from lab import models
+from s3kv.connectors import offload_tier
+from tests.contract.configurations import configured
+from tests.contract.offloading import OffloadingEngine
+from tests.contract.scheduling import BLOCK, on_clock
+from tests.mutants import Mutant, Patch
+from tests.system.sim import tier_mutants
+from tests.system.sim.tier_engine import Key
+
+SEEDS = range(100)
+BROKEN = [
+    mutant
+    for mutant in tier_mutants.MUTANTS
+    if mutant.__name__ not in ("does_not_wait_for_the_rows_at_a_reset", "believes_a_short_object")
+]
+"""All but those of the I/O process and its client, which are not there."""
+HAPPENS = {"preempted", "loads", "resets", "fetch OK", "fetch MISSING", "fetch CANCELLED"}
+HAPPENS |= {"fetch CORRUPT", "fetch FAILED", "upload OK", "upload FAILED", "use OK"}
+
+
+@pytest.fixture(scope="module")
+def engine_config(directory: Path) -> Any:
+    return configured(
+        models.build(directory, models.TINY),
+        kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        block_size=BLOCK,
+    )
+
+
+def life(vllm_config: Any, seed: int, patch: Patch) -> Counter[str]:
+    """Two engines after each other on one bucket, and the same for the same seed."""
+    rng, seen = random.Random(seed), Counter[str]()
+    engine: OffloadingEngine | None = None
+    patch.setattr(offload_tier, "secrets", rng)
+    patch.setattr(rng, "token_bytes", rng.randbytes, raising=False)
+    patch.setattr(scheduler, "make_offload_key", lambda *of: Key(make_offload_key(*of)))
+    ranks = rng.choice([1, 2])
+    for resets in (0.0, rng.choice([0.0, 0.02])):
+        blocks = rng.choice([8, 12, 20])
+        engine = OffloadingEngine(
+            vllm_config,
+            rng,
+            ranks=ranks,
+            blocks=blocks,
+            slots=rng.choice([4, 12, 40]),
+            before=engine,
+            failing=rng.choice([0.0, 0.2]),
+            max_wait_s=rng.choice([0.5, 5.0]),
+            async_scheduling=rng.random() < 0.5,
+            max_num_seqs=rng.choice([2, 4, 16]),
+            max_num_scheduled_tokens=rng.choice([32, 100, 1_000]),
+        )
+        on_clock(patch, engine, offload_tier)
+        for _ in range(20):
+            new_tokens = rng.choice([1, 1, 3, BLOCK])
+            tokens = rng.randint(1, blocks * BLOCK - new_tokens)
+            fork = rng.choice([0, 2 * BLOCK, 5 * BLOCK, tokens])
+            engine.add(([1] * fork + [rng.randint(2, 4)] * tokens)[:tokens], new_tokens=new_tokens)
+            for _ in range(rng.choice([0, 0, 1, 20])):
+                engine.step()
+                if rng.random() < resets:
+                    engine.reset()
+            if engine.unfinished and rng.random() < 0.1:
+                engine.abort(rng.choice(engine.unfinished))
+        engine.finish()
+        engine.check()
+        seen += engine.seen
+    return seen
+
+
+def lives(vllm_config: Any, patch: Patch) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        try:
+            seen += life(vllm_config, seed, patch)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    return seen
+
+
+def test_our_tier_under_vllms_scheduler(engine_config: Any, monkeypatch: Patch) -> None:
+    """Nothing that vLLM would not survive, either: its scheduler, manager and workers are real."""
+    seen = lives(engine_config, monkeypatch)
+    assert set(seen) >= HAPPENS, f"never: {HAPPENS - set(seen)}"
+
+
+@pytest.mark.parametrize("mutant", BROKEN, ids=lambda mutant: mutant.__name__)
+def test_it_would_notice(mutant: Mutant, engine_config: Any, monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        lives(engine_config, monkeypatch)
