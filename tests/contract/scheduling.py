@@ -7,9 +7,9 @@
                 ranks that move meanings instead of bytes, in virtual time
 
 What a rank is ordered to do ends after a random number of steps, in any order, and may fail. Tokens
-that a step reads have to be in the blocks where vLLM expects them. A step may fail as a whole, as
-vLLM's fault tolerance knows it: all requests are aborted, and vLLM's aggregator holds back what the
-ranks have reported.
+that a step reads have to be in the blocks where vLLM expects them; of a group with states, the last
+one. A step may fail as a whole, as vLLM's fault tolerance knows it: all requests are aborted, and
+vLLM's aggregator holds back what the ranks have reported.
 """
 
 from __future__ import annotations
@@ -44,11 +44,18 @@ from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport
 from s3kv.connectors.plugin import register
 from s3kv.types import Outcome
 from tests.contract.configurations import SHAPE, configured
+from tests.unit.planning.oracle import Told
 from tests.unit.planning.ranks import Bucket, Rank, Write
 from tests.unit.planning.setup import Prefixes
 
 BLOCK, CHUNK = 16, 32
 """Tokens of a block and of a chunk."""
+FULL = FullAttentionSpec(**SHAPE | {"block_size": BLOCK})
+FATES = {
+    "fetch": [Outcome.FAILED, Outcome.MISSING, Outcome.CORRUPT, Outcome.DENIED],
+    "upload": [Outcome.FAILED, Outcome.FAILED, Outcome.DENIED, Outcome.INVALID],
+}
+"""How orders fail that can do so in several ways."""
 STEP_S = 0.05
 SAMPLED = 7
 """The token that every request samples."""
@@ -68,11 +75,7 @@ def configuration(model: Path) -> Any:
     transfer = {
         "kv_connector": "S3KVConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "bucket": "bucket",
-            "chunk_tokens": CHUNK,
-            "max_wait_ms": 5_000,
-        },
+        "kv_connector_extra_config": {"bucket": "bucket", "chunk_tokens": CHUNK},
     }
     return configured(model, kv_transfer_config=transfer, block_size=BLOCK)
 
@@ -80,9 +83,9 @@ def configuration(model: Path) -> Any:
 class Engine:
     """blocks: those that requests can have; one more is vLLM's. slots: chunks that host memory
     holds. before: an engine on the same bucket, which has ended. failing: the share of orders that
-    fail. ranks: their number. states: specs of groups beside the one with full attention.
-    settings: vLLM's, of its scheduler and connector. With async_scheduling, which vLLM turns off on
-    a CPU, a step is scheduled before the output of the one before is taken in."""
+    fail. ranks: their number. specs: of the KV-cache groups. settings: vLLM's, of its scheduler and
+    connector. With async_scheduling, which vLLM turns off on a CPU, a step is scheduled before the
+    output of the one before is taken in."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Engine:
         before: Engine | None = None,
         failing: float = 0.0,
         ranks: int = 1,
-        states: Sequence[MambaSpec] = (),
+        specs: Sequence[Any] = (FULL,),
         **settings: Any,
     ) -> None:
         config = copy.deepcopy(vllm_config)
@@ -104,7 +107,8 @@ class Engine:
                 owner = config.kv_transfer_config
             setattr(owner, name, value)
         config.parallel_config.world_size = ranks
-        specs = [FullAttentionSpec(**SHAPE | {"block_size": BLOCK}), *states]
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
         groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
         cache = KVCacheConfig(blocks + 1, [], groups)
         config.cache_config.num_gpu_blocks = blocks + 1
@@ -128,6 +132,7 @@ class Engine:
         """A number that all KV of an engine has, until it loads others: then a larger one."""
         self._numbers = itertools.count(1)
         self._blocks = blocks
+        self._specs = specs
         self._rng = rng
         self._failing = failing
         self._due: dict[tuple[int, str, int | str], int] = {}
@@ -146,17 +151,48 @@ class Engine:
         coverages, numbers = self.side._sizes.coverages, range(len(cache.kv_cache_groups))
         tables = [next(c for c in coverages if n in c.members) for n in numbers]
         self.ranks: Any = [Rank(n, tables=tables, **memory) for n in range(world_size)]
-
-    def add(self, prompt: list[int], *, new_tokens: int = 1, priority: int = 0) -> str:
-        """A new request. Alone it fits."""
-        assert len(prompt) + new_tokens <= self._blocks * BLOCK
-        request_id = f"r{next(self._numbers)}"
-        sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        self.scheduler.add_request(
-            Request(
-                request_id, prompt, sampling, None, priority=priority, block_hasher=self._hasher
-            )
+        self.private: set[bytes] = set()
+        """Hashes of prompts that nobody else has, and that may not be saved."""
+        self._told = Told(world_size)
+        self._failed: set[str] = set()
+        self._waits_since_s: dict[str, float] = {}
+        self.side.on_broken = raise_again
+        planner, connector = self.side.planner, self.connector
+        on_report, self._ask = planner.on_report, connector.get_num_new_matched_tokens
+        planner.on_report = lambda report, now_s: (
+            self._told.hear(report) or on_report(report, now_s)
         )
+        connector.get_num_new_matched_tokens = self._matched
+
+    def _matched(self, request: Any, *args: Any) -> Any:
+        """The answer of our connector, which may not be more than the request allows, nor what has
+        failed to load for it, nor "wait" for longer than the settings allow."""
+        answer, name = self._ask(request, *args), request.request_id
+        most = (request.kv_transfer_params or {}).get("max_load_tokens")
+        assert most is None or (answer[0] or 0) <= most, f"{name} may load {most}, not {answer[0]}"
+        assert not (answer[0] and name in self._failed), f"{name} is offered again what failed"
+        if answer[0] is not None:
+            self._waits_since_s.pop(name, None)
+        else:
+            waits_s = self.now_s - self._waits_since_s.setdefault(name, self.now_s)
+            assert waits_s < self.side._config.max_wait_ms / 1_000, f"{name} waits {waits_s} s"
+        return answer
+
+    def add(
+        self, prompt: list[int], *, new_tokens: int = 1, priority: int = 0, **params: int
+    ) -> str:
+        """A new request. Alone it fits. params: its `kv_transfer_params`; if nothing of it may be
+        saved, nobody else has its prompt."""
+        assert len(prompt) + new_tokens <= self._blocks // len(self._specs) * BLOCK
+        request_id = f"r{next(self._numbers)}"
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True, extra_args=extra)
+        request = Request(
+            request_id, prompt, sampling, None, priority=priority, block_hasher=self._hasher
+        )
+        if params.get("max_offload_tokens") == 0:
+            self.private.update(request.block_hashes)
+        self.scheduler.add_request(request)
         return request_id
 
     def abort(self, request_id: str) -> None:
@@ -173,7 +209,8 @@ class Engine:
         while self.unfinished:
             quiet = 0 if self.step() else quiet + 1
             if quiet > PATIENCE:
-                raise Parked(self.described())
+                self._abort_what_parks()
+                quiet = 0
         for _ in range(PATIENCE):
             self.step()
             if not (any(rank.orders for rank in self.ranks) or self.scheduler.requests):
@@ -181,6 +218,16 @@ class Engine:
         while self._outputs:
             self._take_in(*self._outputs.popleft())
         assert not self.scheduler.requests, self.described()
+
+    def _abort_what_parks(self) -> None:
+        """vLLM leaves a request whose load has failed, and which has no blocks any more, before
+        those that hold some. If it does not fit, all of them park, whatever we do."""
+        first = next(iter(getattr(self.scheduler, "kv_holding_waiting", ())), None)
+        if first is None or any(self.scheduler.kv_cache_manager.get_block_ids(first.request_id)):
+            raise Parked(self.described())
+        assert first.request_id in self._failed
+        self.seen["parked after a failed load"] += 1
+        self.abort(first.request_id)
 
     def step(self, *, fails: bool = False) -> int:
         """One pass of the scheduler, and the output of this step or of the one before. Returns the
@@ -205,31 +252,43 @@ class Engine:
         return int(output.total_num_scheduled_tokens)
 
     def _run(self, rank: Any, metadata: Any, writes: list[Write]) -> None:
-        rank.run(metadata.plan, writes)
+        plan = metadata.plan
+        if rank is self.ranks[0]:
+            check(self.side.planner)
+            self._told.check_jobs(plan, [o for rank in self.ranks for o in rank.orders.values()])
+            saved = {save.key.block_hash for save in plan.saves}
+            assert saved.isdisjoint(self.private), "a request is saved that is private"
+        rank.run(plan, writes)
 
     def _forward(self, output: SchedulerOutput) -> Iterator[Write]:
         """What the step writes. What it reads has to be there, or is written in the same step."""
-        written, read = {}, {}
+        written, read, states = {}, {}, {}
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
-            table, *tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             end = request.num_computed_tokens
             start = end - count
             chain: list[int] = []
             for token in [*request.all_token_ids, SAMPLED, SAMPLED][:end]:
                 self._prefixes.extend(chain, token)
-            for position, prefix in enumerate(chain):
-                at, offset = divmod(position, BLOCK)
-                known = written if position >= start else read
-                known[table[at], offset] = (self.weights, prefix)
-                # A state is in the block that ends with a step.
-                for group, states in enumerate(tables, 1):
-                    if (at + 1) * BLOCK in (start, end):
-                        known[states[at], offset] = (self.weights + group, prefix)
-        for (block, offset), meaning in read.items():
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            for number, (spec, table) in enumerate(zip(self._specs, tables, strict=True)):
+                size, weights = spec.block_size, self.weights + number
+                if isinstance(spec, MambaSpec):
+                    for known, tokens in ((states, start), (written, end)):
+                        at = (tokens - 1) // size
+                        for offset in range(size if tokens else 0):
+                            known[table[at], offset] = (weights, chain[tokens - 1])
+                    continue
+                for position in range(first_seen(spec, start), end):
+                    at, offset = divmod(position, size)
+                    known = written if position >= start else read
+                    known[table[at], offset] = (weights, chain[position])
+        for place, meaning in (*read.items(), *states.items()):
             for rank in self.ranks:
-                found = written.get((block, offset), rank.blocks[block][offset])
-                assert found == meaning, f"block {block} has {found} at {offset}, {meaning} is read"
+                found = rank.blocks[place[0]][place[1]]
+                if place in read:
+                    found = written.get(place, found)
+                assert found == meaning, f"{place} has {found}, and {meaning} is read"
         return ((block, offset, meaning) for (block, offset), meaning in written.items())
 
     def _end_orders(self) -> None:
@@ -245,7 +304,7 @@ class Engine:
             if kind == "fetch" and number in rank.cancelled:
                 outcome = Outcome.CANCELLED
             elif self._rng.random() < self._failing:
-                outcome = Outcome.FAILED
+                outcome = self._rng.choice(FATES.get(kind, [Outcome.FAILED]))
             rank.end(name, outcome)
 
     def _fail(self) -> None:
@@ -260,6 +319,7 @@ class Engine:
     def _reported(self, rank: Any) -> KVConnectorOutput:
         report, ends = rank.take_report(), dict(rank.loaded)
         rank.loaded.clear()
+        self._failed.update(name for name, ok in ends.items() if not ok)
         is_told = bool(report.ends) or report.number is not None
         return KVConnectorOutput(
             finished_recving=set(ends) or None,
@@ -282,6 +342,19 @@ class Engine:
         sampled = [[SAMPLED] if name in sampling else [] for name in names]
         self.scheduler.update_from_output(output, self._merged(names, places, sampled))
 
+    def reset(self) -> None:
+        """New weights, unless requests that do not run hold blocks: vLLM refuses then, and fails
+        in the next step."""
+        while self._outputs:
+            self._take_in(*self._outputs.popleft())
+        waiting = set(self.scheduler.requests) - {r.request_id for r in self.scheduler.running}
+        if any(any(self.scheduler.kv_cache_manager.get_block_ids(name)) for name in waiting):
+            return
+        self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self._told.in_bucket.clear()
+        self.weights += 100
+        self.seen["resets"] += 1
+
     @property
     def side(self) -> kv_scheduler.SchedulerSide:
         return self.connector._scheduler  # type: ignore[no-any-return]
@@ -290,6 +363,8 @@ class Engine:
         """Everything has ended: nothing is held, and nothing of ours has broken."""
         assert self.side.broken is None
         check(self.side.planner)
+        pinned = self.side.planner.ledger.table.statistics().pinned
+        assert not pinned, f"{pinned} chunks are leased to nobody"
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self._blocks, f"{self._blocks - free} blocks are held for nobody"
 
@@ -303,6 +378,17 @@ class Engine:
             lines.append(f"  {one.request_id}: {one.status.name}, {tokens}, {len(table)} blocks")
         orders = [f"{rank.number} {name}" for rank in self.ranks for name in rank.orders]
         return "\n".join([*lines, f"  in flight: {sorted(orders)}"])
+
+
+def raise_again() -> None:
+    """The guard of our connector lets an error pass that has come to it."""
+    raise
+
+
+def first_seen(spec: Any, token: int) -> int:
+    """The first token that this one sees in the layers of a group."""
+    window, local = (getattr(spec, n, None) for n in ("sliding_window", "attention_chunk_size"))
+    return token - token % local if local else max(0, token - window + 1) if window else 0
 
 
 def on_clock(

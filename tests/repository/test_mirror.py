@@ -29,7 +29,6 @@ BEHAVIOURS = {
     "library/test_library_soak.py",
     "objects/test_format_spec.py",
     "planning/test_ec_machine.py",
-    "planning/test_machine.py",
     "planning/test_mutants.py",
     "planning/test_near.py",
     "planning/test_neighbours.py",

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,15 +37,14 @@ _TELL_S = 0.05
 _REQUESTS = 6
 
 
-class View:
-    """A part of the worker's memory, asked for piece by piece."""
+class Blocks:
+    """Those of the worker, asked for one by one."""
 
-    def __init__(self, rank: RemoteRank, what: str) -> None:
+    def __init__(self, rank: RemoteRank) -> None:
         self._rank = rank
-        self._what = what
 
     def __getitem__(self, number: int) -> Any:
-        return self._rank.ask(self._what, number)
+        return self._rank.ask("block", number)
 
 
 class RemoteRank:
@@ -52,7 +52,7 @@ class RemoteRank:
 
     def __init__(self, number: int, config: Config, seed: int) -> None:
         self.number = number
-        self.slots, self.blocks = View(self, "slot"), View(self, "block")
+        self.blocks = Blocks(self)
         self.orders: dict[int, BucketJob] = {}
         self.report = StepReport()
         self.loaded: dict[str, bool] = {}
@@ -100,7 +100,7 @@ class Life:
         ]
         for rank in self.ranks:
             rank.wait_ready()
-        self.engine = Engine(SETUP, ranks=self.ranks, prefixes=dictionary())
+        self.engine = Engine(SETUP, ranks=self.ranks, prefixes=dictionary(), numbers=count(1))
         self._rng = rng
         self._arrived = 0
         self._told_s = 0.0

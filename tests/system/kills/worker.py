@@ -68,7 +68,5 @@ def answer(rank: ByteRank, client: IoClient, what: str, *args: object) -> object
         rank.run(*args)  # type: ignore[arg-type]
         report, loaded, rank.loaded = rank.take_report(), rank.loaded, {}
         return report, loaded, rank.orders, client.pid, rank.seen
-    if what == "slot":
-        return rank.slots[args[0]]  # type: ignore[index]
     assert what == "block"
     return rank.blocks[args[0]]  # type: ignore[index]

@@ -281,23 +281,5 @@ def believes_for_ever_what_the_bucket_once_had(self: Ledger, job: Job, now_s: fl
     asked(self, job, now_s)
 
 
-MUTANTS += [
-    planning.forgets_to_unpin,
-    planning.does_not_keep_what_it_offers,
-    planning.takes_the_first_rank_for_all,
-    planning.fences_nothing,
-    planning.does_not_fence_loads,
-    planning.offers_what_is_on_its_way,
-    planning.saves_chunks_that_are_not_complete,
-    planning.saves_blocks_in_the_wrong_order,
-    planning.loads_from_the_start_of_a_chunk,
-    planning.leaks_the_chunks_of_a_load_whose_request_is_gone,
-    planning.offers_again_what_failed_to_load,
-    planning.waits_for_ever,
-    planning.resets_without_a_new_salt,
-    planning.lets_requests_from_before_a_reset_go_on,
-    planning.frees_the_slot_of_a_cancelled_fetch_at_once,
-    planning.loses_what_is_computed_while_it_is_fetched,
-]
-"""Of the planner's own tests, which find them by examples chosen for it; here they have to show in
-the whole."""
+MUTANTS += planning.MUTANTS + planning.FLEETS
+"""Of the planner's own tests: here they have to show in the whole."""

@@ -137,16 +137,6 @@ class Copies:
         self._loads.clear()
 
 
-class Slots:
-    """The slots of one rank, read as what they hold."""
-
-    def __init__(self, rank: ByteRank) -> None:
-        self._rank = rank
-
-    def __getitem__(self, slot: int) -> tuple[int, tuple[TokenKV | None, ...]]:
-        return self._rank.number, self._rank.read(slot)
-
-
 def handshake_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int = 0) -> Handshake:
     space, formats = shard.namespace, formats_of(shard, setup, padding_bytes)
     return Handshake(
@@ -192,7 +182,6 @@ class ByteRank:
         self.number = shard.rank
         self.shard = shard
         self.blocks = Blocks(shard, setup)
-        self.slots = Slots(self)
         self.orders: dict[int, BucketJob] = {}
         self.report = StepReport()
         self.loaded: dict[str, bool] = {}
@@ -217,12 +206,6 @@ class ByteRank:
         """Where the tokens of this slot's chunk are."""
         at = slot * self._slot_bytes + self._header_bytes
         return self._slab.view[at : at + self._tokens_bytes]
-
-    def read(self, slot: int) -> tuple[TokenKV | None, ...]:
-        """The tokens of the chunk in this slot."""
-        payload, size = self.payload(slot), self._block_bytes
-        blocks = (payload[at : at + size] for at in range(0, len(payload), size))
-        return tuple(token for block in blocks for token in self.shard.read(block))
 
     def run(self, plan: StepPlan, writes: Iterable[Write]) -> None:
         """In the order in which vLLM goes about a step."""

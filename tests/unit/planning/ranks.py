@@ -156,6 +156,7 @@ class Rank:
             size = group.block_tokens
             first = group.members.index(part.group) * len(group.held) + part.first_block
             for at, block in enumerate(part.block_ids, first):
+                assert at * size < len(content[1]), f"{order} reads what is not in its chunk"
                 self.blocks[block][:size] = content[1][at * size : (at + 1) * size]
 
     def _say(self, job_id: int, kind: JobKind, outcome: Outcome) -> None:

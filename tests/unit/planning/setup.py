@@ -13,7 +13,6 @@ from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.pace import Pace
-from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.residency import ResidencyLog
 
 
@@ -54,10 +53,6 @@ class Setup:
         """The coverage of each of the engine's tables of blocks, by the number of the table."""
         of = {member: coverage for coverage in self._all for member in coverage.members}
         return tuple(of[number] for number in range(len(of)))
-
-    @property
-    def has_states(self) -> bool:
-        return any(coverage.kind.is_sparse for coverage in self._all)
 
     def planner(self) -> KVPlanner:
         ledger = Ledger(
@@ -111,12 +106,10 @@ class Request:
     chain: list[int]
     known: int
     hash_tokens: int
-    limits: RequestLimits = NO_LIMITS
     hashes: list[bytes] = field(default_factory=list)
     computed: int = 0
     outstanding: int = 0
-    tables: list[list[int]] = field(default_factory=list)
-    """Its blocks in every group of the engine; without any block, no tables."""
+    table: list[int] = field(default_factory=list)
     loading: bool = False
     over: bool = False
     before_reset: bool = False

@@ -1,5 +1,5 @@
-"""Planners with one rule taken out. The state machine has to notice every one of them; what it
-finds only in long runs, an example does."""
+"""Planners with one rule taken out. Random lives have to notice every one of them; what those find
+only in long runs, an example does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import CopyPart, JobEnd
 from s3kv.planning import deadline, saves
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.group_kinds import Coverage
+from s3kv.planning.group_kinds import Coverage, GroupKind, States
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
 from s3kv.planning.kv import KVPlanner
@@ -27,8 +27,7 @@ from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
 from tests.mutants import Mutant, Mutants, Patch
 from tests.nightly import some_by_day
-from tests.unit.planning import test_kv, test_ledger, test_saves
-from tests.unit.planning.machine import GroupsMachine, run
+from tests.unit.planning import test_ledger, test_saves
 from tests.unit.planning.oracle import FINDINGS
 
 CASES: list[tuple[Mutants, Callable[[], object]]] = []
@@ -57,31 +56,24 @@ def mark_clean_once(self: Table, entry: Entry) -> None:
         mark_clean(self, entry)
 
 
-def by_machine() -> None:
-    # Most are noticed within a hundred; what Hypothesis generates differs between its versions.
-    run(examples=4_000)
-
-
-def by_machine_with_groups() -> None:
-    run(examples=1_500, machine=GroupsMachine)
-
-
 def noticed_by(test: Callable[[], object]) -> Mutants:
     CASES.append((mutants := Mutants(), test))
     return mutants
 
 
-MUTANTS, WITH_GROUPS = noticed_by(by_machine), noticed_by(by_machine_with_groups)
+MUTANTS, LIVES, FLEETS = Mutants(), Mutants(), Mutants()
+"""Noticed by lives under vLLM's scheduler (`tests/contract/test_scheduling.py`) and by fleets
+(`tests/system/sim`); by the first alone; by the second alone."""
 mutant, instead_of, swap = MUTANTS.mutant, MUTANTS.instead_of, MUTANTS.swap
 
-forgets_to_unpin = swap(
-    "forgets_to_unpin", Lookup, "give_back_early", lambda self: self.early.clear()
+swap("forgets_to_unpin", Lookup, "give_back_early", lambda self: self.early.clear())
+swap("fences_nothing", Ledger, "fences", lambda self, block_ids: set())
+LIVES.swap("forgets_what_the_bucket_has", BucketIndex, "is_present", lambda self, key: False)
+LIVES.swap("saves_what_a_request_keeps_private", Saving, "allowed", lambda self, chunks: chunks)
+swap("waits_for_ever", deadline, "decide", lambda facts: float("inf"))
+noticed_by(test_ledger.test_after_a_long_outage_a_hit_uploads_what_was_given_up).swap(
+    "never_uploads_again_what_was_given_up", Unsaved, "hit", lambda self, key: None
 )
-fences_nothing = swap("fences_nothing", Ledger, "fences", lambda self, block_ids: set())
-swap("forgets_what_the_bucket_has", BucketIndex, "is_present", lambda self, key: False)
-swap("saves_what_a_request_keeps_private", Saving, "allowed", lambda self, chunks: chunks)
-waits_for_ever = swap("waits_for_ever", deadline, "decide", lambda facts: float("inf"))
-swap("never_uploads_again_what_was_given_up", Unsaved, "hit", lambda self, key: None)
 noticed_by(test_ledger.test_while_the_outage_goes_on_hits_upload_less_and_less_often).swap(
     "uploads_again_as_often_as_it_is_hit", Unsaved, "saw", lambda self, outcome, now_s: None
 )
@@ -137,19 +129,19 @@ def saves_chunks_that_are_not_complete(
     return save(self, request, more, now_s)
 
 
-@mutant
+@FLEETS.mutant
 def loses_what_is_computed_while_it_is_fetched(patch: Patch) -> None:
     kept = (ChunkState.RESIDENT, ChunkState.COPYING, ChunkState.FETCHING)
     patch.setattr(saves, "_KEPT", kept)
 
 
-@instead_of(PlannedRequest, "start_over")
+@LIVES.instead_of(PlannedRequest, "start_over")
 def forgets_the_limits_of_a_request_that_is_preempted(self: PlannedRequest) -> None:
     self.limits, self.saving.limit = NO_LIMITS, None
     start_over(self)
 
 
-@mutant
+@LIVES.mutant
 def loads_more_than_a_request_allows(patch: Patch) -> None:
     patch.setattr(ChunkHashes, "loadable", ChunkHashes.read)
     patch.setattr(ChunkHashes, "count", property(lambda self: len(self.known)))
@@ -168,9 +160,7 @@ def loads_from_the_start_of_a_chunk(self: Lookup, *args: Any) -> Iterator[CopyPa
         yield CopyPart(part.group, part.slot, 0, part.block_ids)
 
 
-@noticed_by(
-    test_kv.test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends
-).instead_of(KVPlanner, "finished")
+@LIVES.instead_of(KVPlanner, "finished")
 def drops_the_chunks_of_a_load_with_its_request(self: KVPlanner, request_id: str) -> None:
     finished(self, request_id)
     orphan = self._orphans.pop(request_id, None)
@@ -192,7 +182,7 @@ def offers_again_what_failed_to_load(
     loaded(self, request_ids)
 
 
-@instead_of(Lookup, "give_back")
+@LIVES.instead_of(Lookup, "give_back")
 def remembers_what_was_ready_before_it_gave_it_back(self: Lookup) -> None:
     ready, leases = self.ready, [*self.leases]
     give_back(self)
@@ -204,9 +194,7 @@ def resets_without_a_new_salt(self: KVPlanner, salt: bytes) -> None:
     reset(self, self._salt)
 
 
-@noticed_by(
-    lambda: test_kv.test_a_barred_request_neither_loads_nor_saves_any_more(test_kv.reset, "offered")
-).instead_of(KVPlanner, "reset")
+@instead_of(KVPlanner, "reset")
 def lets_requests_from_before_a_reset_go_on(self: KVPlanner, salt: bytes) -> None:
     self._salt = salt
     self.ledger.index.forget()
@@ -247,7 +235,12 @@ def uploads_again_however_many_are_on_their_way(
     return take(self, 1_000, store, now_s)
 
 
-@WITH_GROUPS.instead_of(KVPlanner, "_fences_behind")
+noticed_by(test_saves.test_a_state_is_saved_where_a_step_ends_with_a_chunk).swap(
+    "takes_a_full_block_for_a_state", States, "is_saved", GroupKind.is_saved
+)
+
+
+@LIVES.instead_of(KVPlanner, "_fences_behind")
 def fences_the_first_group_alone(
     self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]
 ) -> set[int]:
@@ -268,7 +261,7 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
     patch.setattr(ChunkSaves, "plan", known)
 
 
-@WITH_GROUPS.instead_of(ChunkSaves, "plan")
+@LIVES.instead_of(ChunkSaves, "plan")
 def saves_no_block_as_if_it_were_one(
     self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest, now_s: float
 ) -> Sequence[Job]:
@@ -276,7 +269,7 @@ def saves_no_block_as_if_it_were_one(
     return save(self, request, step, now_s)
 
 
-@WITH_GROUPS.instead_of(ChunkSaves, "_save")
+@LIVES.instead_of(ChunkSaves, "_save")
 def saves_the_parts_of_a_chunk_in_another_order(
     self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any
 ) -> Any:
@@ -284,7 +277,7 @@ def saves_the_parts_of_a_chunk_in_another_order(
     return save_chunk(self, request, turned, *args)
 
 
-@WITH_GROUPS.instead_of(PlannedRequest, "collect")
+@LIVES.instead_of(PlannedRequest, "collect")
 def offers_what_the_first_group_has(
     self: PlannedRequest, now_s: float, orders: int
 ) -> Lookup | None:
@@ -293,20 +286,19 @@ def offers_what_the_first_group_has(
     return awaited
 
 
-@WITH_GROUPS.mutant
+@LIVES.mutant
 def offers_the_last_token(patch: Patch) -> None:
     whole = property(lambda self: len(self.known))
     patch.setattr(ChunkHashes, "before_the_last", whole)
 
 
-@WITH_GROUPS.instead_of(Lookup, "load_parts")
+@LIVES.instead_of(Lookup, "load_parts")
 def takes_a_window_for_a_whole_chunk(self: Lookup, *args: Any) -> Iterator[CopyPart]:
     for part in load_parts(self, *args):
         skipped = self.coverage.held.start
         yield replace(part, first_block=part.first_block + skipped)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("mutate", "check"),
     some_by_day([(mutate, test) for mutants, test in CASES for mutate in mutants], 10),
