@@ -28,8 +28,9 @@ from tests.system.sim.store import Bucket
 from tests.unit.planning.setup import Setup
 
 ACTIVE_S = 6.0
-REQUEST_BOUND_S = 60.0
-"""After the last request has come, whatever the weather."""
+REQUEST_BOUND_S = 120.0
+"""After the last request has come, whatever the weather. A process that is stopped while it starts
+is killed after 90 s."""
 REST_BOUND_S = 250.0
 """After the weather has cleared: four pauses between attempts of an upload add up to 80 s, a
 process that hangs is noticed after 30, and the longest pause before another is started is 30."""

@@ -152,11 +152,15 @@ class TierNode(Node):
             config=offloading, kv_events_config=SimpleNamespace(enable_kv_cache_events=True)
         )
         role = SimpleNamespace(is_kv_consumer=True, is_kv_producer=True)
+        alone = SimpleNamespace(data_parallel_size=1)
         with mock.patch.multiple(
             offload_tier,
             join_vllm_log=lambda: None,
             parse_settings=lambda settings: config,
-            engine_config=lambda: (SimpleNamespace(kv_transfer_config=role), None),
+            engine_config=lambda: (
+                SimpleNamespace(kv_transfer_config=role, parallel_config=alone),
+                None,
+            ),
             check_requests_are_known=lambda *of: None,
             row_tensor=lambda *of: None,
             offload_fingerprint=lambda *of: {},

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from s3kv.host.table import TableError
-from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.requests import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
@@ -52,16 +52,16 @@ class Told:
         self._key_of: dict[int, ChunkKey] = {}
         self._replaced: set[int] = set()
         """Fetches whose chunks have been computed and saved beside them."""
-        self._ends: dict[tuple[int, JobKind], list[JobEnd]] = {}
+        self._ends: dict[tuple[int, JobKind], list[tuple[Outcome, int]]] = {}
 
     def hear(self, report: StepReport) -> None:
         """Keep, apart from the planner, which chunks it has been told to be in the bucket."""
         for (job_id, kind), end in report.ends.items():
             ends = self._ends.setdefault((job_id, kind), [])
-            ends.append(end)
-            if sum(end.ranks for end in ends) < self._world_size or kind is JobKind.SAVE:
+            ends.append((end.outcome, end.ranks))  # others may be added to this end
+            if sum(ranks for _, ranks in ends) < self._world_size or kind is JobKind.SAVE:
                 continue
-            worst = max(end.outcome for end in self._ends.pop((job_id, kind)))
+            worst, _ = max(self._ends.pop((job_id, kind)))
             if worst.is_success and kind is not JobKind.USE:
                 self.in_bucket.add(self._key_of[job_id])
             elif kind is not JobKind.UPLOAD and worst in (Outcome.MISSING, Outcome.CORRUPT):
