@@ -98,4 +98,4 @@ def test_what_is_left_for_the_command_line_can_be_read(tmp_path: Path) -> None:
     assert f"cd {tmp_path}" in told
     assert 'export AWS_ACCESS_KEY_ID="testing"' in told
     assert all(f"s3kv {command} --config demo.json" in told for command in stay.COMMANDS)
-    assert "--over 1h --gpu-dollars-per-hour 4 --prefill-tokens-per-s 8000\n" in told
+    assert "--over 1h --stored 1GiB --gpu-dollars-per-hour 4 --prefill-tokens-per-s 8000\n" in told
