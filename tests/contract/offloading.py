@@ -273,19 +273,9 @@ class OffloadingEngine(Engine):
         assert not gone, f"{len(gone)} chunks are gone, and no event says so"
         return computed
 
-    def reset(self) -> None:
-        """New weights, unless requests that do not run hold blocks: vLLM refuses then, and fails
-        in the next step."""
-        while self._outputs:
-            self._take_in(*self._outputs.popleft())
-        waiting = set(self.scheduler.requests) - {r.request_id for r in self.scheduler.running}
-        if any(any(self.scheduler.kv_cache_manager.get_block_ids(name)) for name in waiting):
-            return
-        self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    def _forget(self) -> None:
         assert all(job.kind is JobKind.USE for job, _ in self.tier.io.jobs.values())
         self.tier.announced.clear()
-        self.weights += 100
-        self.seen["resets"] += 1
 
     def check(self) -> None:
         """Everything has ended: nothing is held for anybody."""

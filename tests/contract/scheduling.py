@@ -351,9 +351,13 @@ class Engine:
         if any(any(self.scheduler.kv_cache_manager.get_block_ids(name)) for name in waiting):
             return
         self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        self._told.in_bucket.clear()
+        self._forget()
         self.weights += 100
         self.seen["resets"] += 1
+
+    def _forget(self) -> None:
+        """Forget the bucket, as our connector just has."""
+        self._told.in_bucket.clear()
 
     @property
     def side(self) -> kv_scheduler.SchedulerSide:
