@@ -40,9 +40,8 @@ from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
-_FIRST_WINDOW = 64  # most probes of a request at first, as of the connector's lookups (decision 8)
-_LARGEST_WINDOW = 256
-_PROBE_SHARE = 32  # a first window has one row in so many, all have four: cold prompts evict little
+_FIRST_WINDOW, _LARGEST_WINDOW = 64, 256  # of a request; the first as the connector's (decision 8)
+_PROBE_SHARE = 8  # all probes take at most one row in so many, a first window half as many
 _SPARE_SHARE = 8  # one row in so many is never promised: vLLM needs some for the computed chunks
 _UPLOAD_SHARE = 4  # uploads pin at most one row in so many, because vLLM cannot evict pinned rows
 
@@ -110,7 +109,8 @@ class OffloadPlanner:
         """Names of keys that the bucket was found to have, or not; the reader clears it."""
         self._is_observed, self._recompute_gate = is_observed, recompute_gate
         self._chunk_tokens, self._max_wait_s = chunk_tokens, max_wait_s
-        self._first_window = max(1, min(_FIRST_WINDOW, rows // _PROBE_SHARE))
+        self._most_probes = max(1, min(4 * _FIRST_WINDOW, rows // _PROBE_SHARE))
+        self._first_window = max(1, min(_FIRST_WINDOW, self._most_probes // 2))
         self._most_promised = max(1, rows - rows // _SPARE_SHARE)
         self._most_uploads = max(1, rows // _UPLOAD_SHARE)
         self._requests: dict[str, _OffloadRequest] = {}
@@ -187,7 +187,7 @@ class OffloadPlanner:
     def _may_probe(self, request: _OffloadRequest, group: int) -> bool:
         if request.probes == 0:
             request.probed_group = group
-        is_free = request.probes < request.window and self._probes < 4 * self._first_window
+        is_free = request.probes < request.window and self._probes < self._most_probes
         return is_free and not (request.lost and request.fetching) and request.probed_group == group
 
     def _refuse(self, counter: str) -> OffloadAnswer:

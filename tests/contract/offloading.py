@@ -11,6 +11,7 @@ order. A row is filled with nothing while a fetch writes it, and given up once i
 
 from __future__ import annotations
 
+import os
 import random
 import uuid
 from collections import Counter
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingEvent, TransferResult
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.outputs import KVConnectorOutput
@@ -30,12 +31,9 @@ from s3kv.host.room import PAGE_BYTES
 from s3kv.io.tier import Tier
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome, Tally
-from tests.contract.configurations import SHAPE
-from tests.contract.scheduling import BLOCK, STEP_S, Engine
+from tests.contract.scheduling import STEP_S, Engine
 from tests.unit.planning.ranks import TokenKV, Write
 
-BLOCKS = 2
-"""Of a chunk."""
 LATE_S = 5.0
 """What a wait may take beyond its deadline: steps, copies, and the ends of what is cancelled."""
 Row = dict[tuple[int, int], list[TokenKV | None]]
@@ -156,7 +154,10 @@ class Copier:
     """Copies of one rank between its blocks and the rows, in the place of vLLM's on a GPU."""
 
     def __init__(self, engine: OffloadingEngine, number: int, config: Any, cache: Any) -> None:
-        self.blocks: list[list[TokenKV | None]] = [[None] * BLOCK for _ in range(cache.num_blocks)]
+        self.size = max(spec.block_size for spec in engine._specs)
+        self.blocks: list[list[TokenKV | None]] = [
+            [None] * self.size for _ in range(cache.num_blocks)
+        ]
         self.orders: dict[int, tuple[list[tuple[int, int, int]], bool]] = {}
         """Blocks with their rows and places there; and whether it is a load."""
         self.number = number
@@ -169,11 +170,12 @@ class Copier:
 
     def submit_store(self, job_id: int, gpu: Any, cpu: Any, is_load: bool = False) -> bool:
         blocks, rows, parts = iter(gpu.block_ids.tolist()), iter(cpu.block_ids.tolist()), []
+        chunk_blocks = self._engine.chunk_blocks
         for size, first in zip(gpu.group_sizes, gpu.block_indices, strict=True):
             for place in range(first, first + size):
-                if place == first or place % BLOCKS == 0:
+                if place == first or place % chunk_blocks == 0:
                     row = next(rows)
-                parts.append((next(blocks), row, place % BLOCKS))
+                parts.append((next(blocks), row, place % chunk_blocks))
         self.orders[job_id] = parts, is_load
         return True
 
@@ -186,7 +188,7 @@ class Copier:
             for block, row, place in parts:
                 held = self._engine.rows[row]
                 if is_load:
-                    self.blocks[block] = held.get((self.number, place), [None] * BLOCK).copy()
+                    self.blocks[block] = held.get((self.number, place), [None] * self.size).copy()
                 else:
                     held[self.number, place] = self.blocks[block].copy()
             self._ended.append(job_id)
@@ -198,28 +200,38 @@ class Copier:
 
 
 class OffloadingEngine(Engine):
-    """slots: rows of the primary tier. Its requests may not wait longer than the tier allows."""
+    """slots: rows of the primary tier. Its requests may not wait longer than the tier allows.
+    chunk_blocks: blocks of a chunk."""
 
     def __init__(
-        self, vllm_config: Any, rng: random.Random, *, slots: int, **settings: Any
+        self,
+        vllm_config: Any,
+        rng: random.Random,
+        *,
+        slots: int,
+        chunk_blocks: int,
+        **settings: Any,
     ) -> None:
-        block_bytes = FullAttentionSpec(**SHAPE | {"block_size": BLOCK}).page_size_bytes
-        chunk_bytes = BLOCKS * settings["ranks"] * block_bytes
-        row_bytes = -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+        block_bytes = sum(spec.page_size_bytes for spec in settings["specs"])
+        row_bytes = -(-chunk_blocks * settings["ranks"] * block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.max_wait_s, self.rng = settings.pop("max_wait_s"), rng
+        self.chunk_blocks = chunk_blocks
         tier = {"type": "WatchedTier", "module_path": __name__, "bucket": "bucket"}
         tier |= {"max_wait_ms": int(1_000 * self.max_wait_s)}  # type: ignore[dict-item]
-        extra = {"spec_name": "TieringOffloadingSpec", "blocks_per_chunk": BLOCKS}
+        extra = {"spec_name": "TieringOffloadingSpec", "blocks_per_chunk": chunk_blocks}
         extra |= {"cpu_bytes_to_use": slots * row_bytes, "secondary_tiers": [tier]}
         settings |= {
             "kv_connector_extra_config": extra,
-            "engine_id": uuid.UUID(int=rng.getrandbits(128)).hex,
+            "engine_id": uuid.uuid4().hex,
         }
         super().__init__(vllm_config, rng, slots=slots, **settings)
 
     def _begin(self, before: Any, config: Any, cache: KVCacheConfig, slots: int) -> None:
         self.offloading = self.connector.connector_scheduler
         self.manager = self.offloading.manager
+        region = self.manager.primary_tier._mmap_region
+        os.unlink(region.mmap_path)  # or an engine that fails leaves it in /dev/shm
+        region._creator = False
         (self.tier,) = self.manager.secondary_tiers
         self.tier.io.engine = self
         self.objects: dict[ChunkKey, Row] = {} if before is None else before.objects

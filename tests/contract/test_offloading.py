@@ -16,7 +16,8 @@ from lab import models
 from s3kv.connectors import offload_tier
 from tests.contract.configurations import configured
 from tests.contract.offloading import OffloadingEngine
-from tests.contract.scheduling import BLOCK, on_clock
+from tests.contract.scheduling import BLOCK, FULL, on_clock
+from tests.contract.test_scheduling import STATES, WINDOW, draw_groups
 from tests.mutants import Mutant, Patch
 from tests.system.sim import tier_mutants
 from tests.system.sim.tier_engine import Key
@@ -49,15 +50,19 @@ def life(vllm_config: Any, seed: int, patch: Patch) -> Counter[str]:
     patch.setattr(offload_tier, "secrets", rng)
     patch.setattr(rng, "token_bytes", rng.randbytes, raising=False)
     patch.setattr(scheduler, "make_offload_key", lambda *of: Key(make_offload_key(*of)))
-    ranks = rng.choice([1, 2])
+    ranks, specs = rng.choice([1, 2]), draw_groups(rng)
+    whole = all(spec in (FULL, STATES) for spec in specs)
+    chunk_blocks = rng.choice([1, 2] if whole else [1])
     for resets in (0.0, rng.choice([0.0, 0.02])):
         blocks = rng.choice([8, 12, 20])
         engine = OffloadingEngine(
             vllm_config,
             rng,
             ranks=ranks,
-            blocks=blocks,
-            slots=rng.choice([4, 12, 40]),
+            blocks=blocks * len(specs),
+            slots=rng.choice([4, 12, 40]) * len(specs),
+            specs=specs,
+            chunk_blocks=chunk_blocks,
             before=engine,
             failing=rng.choice([0.0, 0.2]),
             max_wait_s=rng.choice([0.5, 5.0]),
@@ -97,6 +102,26 @@ def test_our_tier_under_vllms_scheduler(engine_config: Any, monkeypatch: Patch) 
     """Nothing that vLLM would not survive, either: its scheduler, manager and workers are real."""
     seen = lives(engine_config, monkeypatch)
     assert set(seen) >= HAPPENS, f"never: {HAPPENS - set(seen)}"
+
+
+def test_chunks_of_several_blocks_beside_windows(engine_config: Any, monkeypatch: Patch) -> None:
+    """vLLM stores them without the blocks that a window has left behind, and loads all of them.
+    Once that is mended, this fails, and the tier need not refuse them any more."""
+    monkeypatch.setattr(offload_tier, "check_rows_are_whole", lambda *_: None)
+    sizes: dict[str, Any] = {"blocks": 40, "slots": 40, "ranks": 1, "max_wait_s": 5.0}
+    engine = OffloadingEngine(
+        engine_config, random.Random(0), specs=[FULL, WINDOW], chunk_blocks=2, **sizes
+    )
+    on_clock(monkeypatch, engine, offload_tier)
+    prompt = [2] * 5 * BLOCK
+    engine.add(prompt, max_offload_tokens=1)
+    engine.finish()
+    engine.add(prompt)  # hits the engine's own cache, which has the window's last blocks alone
+    engine.finish()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add(prompt[: 2 * BLOCK + 1])
+    with pytest.raises(AssertionError, match="None, and .* is read"):
+        engine.finish()
 
 
 @pytest.mark.parametrize("mutant", BROKEN, ids=lambda mutant: mutant.__name__)

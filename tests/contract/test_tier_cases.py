@@ -392,9 +392,9 @@ def test_metrics(engine: Offloading, s3kv: Entry) -> None:
     assert [first[f"vllm:s3kv_{name}"] for name in named] == [0, 0, 0]  # before there are any
     put(engine, 2)
     assert counted() == [2, 0, 0]
-    context, chunks = engine.request(), keys(3)
+    context, chunks = engine.request(), keys(5)
     answers = [engine.manager.lookup(key, context) for key in chunks]
-    assert (answers, counted()) == ([PENDING, PENDING, RETRY], [0, 2, 0])
+    assert (answers, counted()) == ([PENDING] * 4 + [RETRY], [0, 4, 0])
     engine.look_up(chunks, context)
     assert counted()[2] == 1
 

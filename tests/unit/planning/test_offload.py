@@ -82,7 +82,7 @@ class Desk:
 
 
 def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
-    desk = Desk("a")
+    desk = Desk("a", rows=128)
     assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
     jobs = desk.load("a", *range(8))
     desk.end_pass()
@@ -94,7 +94,7 @@ def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
 
 
 def test_a_scan_from_the_front_ends_after_the_first_retry_once_its_keys_are_counted() -> None:
-    desk = Desk("a")
+    desk = Desk("a", rows=128)
     assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
     jobs = desk.load("a", *range(8))
     desk.end_pass()
@@ -112,7 +112,7 @@ def test_a_scan_from_the_front_ends_after_the_first_retry_once_its_keys_are_coun
 
 def test_a_prompt_is_computed_once_no_fetch_of_it_is_under_way() -> None:
     """vLLM stores no chunk whose row awaits a fetch, so the bucket would never get it."""
-    desk = Desk("a")
+    desk = Desk("a", rows=128)
     assert desk.look_up("a", *range(9)) == [HIT] * 8 + [RETRY]
     first, *others = desk.load("a", *range(8))
     desk.end_pass()
