@@ -12,7 +12,6 @@ A key that failed, and every key after the deadline (`deadline.decide`), is a MI
 the request, once no fetch of it is under way: vLLM stores no computed chunk whose row awaits one.
 So no request waits without an end, nor asks twice for the same absent chunk.
 
-These rules keep it out of the way:
 - Chunks that the bucket may not have (probes) take few rows: a window per request, which doubles
   with every arrival, and a share of all rows. Groups are probed in turn: the first proves the rest.
 - Requests hold the rows that they were promised until they are scheduled. A request for which there
@@ -61,8 +60,8 @@ class _OffloadRequest:
     of which some group's chunk arrived. lost: keys that failed. behind: keys that it has yet to be
     promised, as of its last whole scan. stop: group and end token of the RETRY of this pass that
     ends its scan. is_closed: it waits no more. is_barred: nor saves. first: least end token of a
-    lookup; vLLM's own cache has what is before it. computed: keys from there on that were stored
-    in this pass, and when. computing_s, computing_step: when its prefill was last measured."""
+    lookup, or of what it has yet to compute. computed: keys from there on that were stored in this
+    pass, and when. computing_s, computing_step: when its prefill was last measured."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -79,7 +78,7 @@ class _OffloadRequest:
     is_closed: bool = False
     is_barred: bool = False
     first: float = math.inf
-    computed: dict[ChunkKey, float] = field(default_factory=dict)
+    computed: dict[RowKey, float] = field(default_factory=dict)
     computing_s: float = 0.0
     computing_step: int = 0
 
@@ -106,7 +105,7 @@ class OffloadPlanner:
         self.index, self.breaker, self.pace = index, breaker, pace
         self.counters, self.transfers, self._step = Tally(), RowTransfers(), 0
         self.changes: list[tuple[bytes, bool]] = []
-        """Names of keys that the bucket was found to have, or not; the reader clears it."""
+        """Names of keys, and whether the bucket turned out to have them; its reader clears it."""
         self._is_observed, self._recompute_gate = is_observed, recompute_gate
         self._chunk_tokens, self._max_wait_s = chunk_tokens, max_wait_s
         self._most_probes = max(1, min(4 * _FIRST_WINDOW, rows // _PROBE_SHARE))
@@ -121,8 +120,7 @@ class OffloadPlanner:
         self.is_idle = False  # whether all requests waited for rows at the end of the last pass
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
-        self._slow: dict[ChunkKey, float] = {}
-        """Keys that a request has given up, until when: others do not begin to wait for them."""
+        self._slow: dict[ChunkKey, float] = {}  # given up, until when: nobody begins to wait for it
         self._compute_s = math.inf  # of a chunk, until it is measured: patience alone counts
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
@@ -302,7 +300,7 @@ class OffloadPlanner:
             transfer.is_whole, keys = False, ()
         elif request is not None:
             self._active[request_id] = request
-            computed = (key.chunk for key, _ in keys if (key.end_token or 0) >= request.first)
+            computed = (key for key, _ in keys if (key.end_token or 0) >= request.first)
             request.computed |= dict.fromkeys(computed, now_s)
             if (most := request.limits.save_tokens) is not None:
                 keys = [row for row in keys if (row[0].end_token or most + 1) <= most]
@@ -337,10 +335,10 @@ class OffloadPlanner:
         """Measure the speed of prefill by the chunks that a request has computed since the last
         ones, or since it was scheduled. vLLM may store those of one step in several transfers.
         Decoding takes a step for every token, so it is told apart by the tokens per step."""
-        if not request.computed:
+        if not (computed := request.computed):
             return
-        now_s = max(request.computed.values())
-        tokens = self._chunk_tokens * max(Counter(key.group for key in request.computed).values())
+        now_s = max(computed.values())
+        tokens = self._chunk_tokens * max(Counter(key.chunk.group for key in computed).values())
         steps, seconds = self._step - request.computing_step, now_s - request.computing_s
         # With a hole in what has arrived, the engine computes chunks that are not stored again.
         is_whole = not (request.is_closed or (request.lost and request.found))
@@ -348,7 +346,9 @@ class OffloadPlanner:
         if request.computing_step and seconds > 0 and is_whole and is_prefill:
             self.pace.prefilled(tokens, seconds)
             self._compute_s = self.pace.compute_s(self._chunk_tokens)
-        request.computed.clear()
+        # One that resumes offers again what the primary tier has lost, and computes none of it.
+        request.first = 1 + max(key.end_token or 0 for key in computed)
+        computed.clear()
         request.computing_s, request.computing_step = now_s, self._step
 
     def on_end(self, end: JobEnd, now_s: float) -> None:

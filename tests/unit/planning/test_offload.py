@@ -315,6 +315,11 @@ def test_prefill_is_measured_and_decoding_is_not(
     desk.store("a", 9)
     desk.end_pass()
     assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(speed)
+    desk.end_pass("a")  # after a preemption; vLLM offers again what the primary tier has lost
+    desk.now_s += 0.01
+    desk.store("a", *range(10))
+    desk.end_pass()
+    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(speed)
 
 
 def test_a_wait_is_patient_until_prefill_is_measured() -> None:
