@@ -18,7 +18,7 @@ import copy
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -402,3 +402,14 @@ def on_clock(
     clock = SimpleNamespace(monotonic=lambda: engine.now_s)
     monkeypatch.setattr(connector, "time", clock)
     return engine
+
+
+def lives(life: Any, seeds: Iterable[int], *of: Any, **how: Any) -> Counter[str]:
+    """How often what happens in these lives, each of which is `life(seed, *of, **how)`."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            seen += life(seed, *of, **how)
+        except AssertionError as error:
+            raise type(error)(f"seed {seed}: {error}") from error
+    return seen

@@ -16,7 +16,7 @@ from lab import models
 from s3kv.connectors import offload_tier
 from tests.contract.configurations import configured
 from tests.contract.offloading import OffloadingEngine
-from tests.contract.scheduling import BLOCK, FULL, on_clock
+from tests.contract.scheduling import BLOCK, FULL, lives, on_clock
 from tests.contract.test_scheduling import STATES, WINDOW, draw_groups
 from tests.mutants import Mutant, Patch
 from tests.system.sim import tier_mutants
@@ -43,7 +43,7 @@ def engine_config(directory: Path) -> Any:
     )
 
 
-def life(vllm_config: Any, seed: int, patch: Patch) -> Counter[str]:
+def life(seed: int, vllm_config: Any, patch: Patch) -> Counter[str]:
     """Two engines after each other on one bucket, and the same for the same seed."""
     rng, seen = random.Random(seed), Counter[str]()
     engine: OffloadingEngine | None = None
@@ -88,19 +88,9 @@ def life(vllm_config: Any, seed: int, patch: Patch) -> Counter[str]:
     return seen
 
 
-def lives(vllm_config: Any, patch: Patch) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    for seed in SEEDS:
-        try:
-            seen += life(vllm_config, seed, patch)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    return seen
-
-
 def test_our_tier_under_vllms_scheduler(engine_config: Any, monkeypatch: Patch) -> None:
     """Nothing that vLLM would not survive, either: its scheduler, manager and workers are real."""
-    seen = lives(engine_config, monkeypatch)
+    seen = lives(life, SEEDS, engine_config, monkeypatch)
     assert set(seen) >= HAPPENS, f"never: {HAPPENS - set(seen)}"
 
 
@@ -108,10 +98,8 @@ def test_chunks_of_several_blocks_beside_windows(engine_config: Any, monkeypatch
     """vLLM stores them without the blocks that a window has left behind, and loads all of them.
     Once that is mended, this fails, and the tier need not refuse them any more."""
     monkeypatch.setattr(offload_tier, "check_rows_are_whole", lambda *_: None)
-    sizes: dict[str, Any] = {"blocks": 40, "slots": 40, "ranks": 1, "max_wait_s": 5.0}
-    engine = OffloadingEngine(
-        engine_config, random.Random(0), specs=[FULL, WINDOW], chunk_blocks=2, **sizes
-    )
+    sizes: Any = {"blocks": 40, "slots": 40, "ranks": 1, "chunk_blocks": 2, "max_wait_s": 5.0}
+    engine = OffloadingEngine(engine_config, random.Random(0), specs=[FULL, WINDOW], **sizes)
     on_clock(monkeypatch, engine, offload_tier)
     prompt = [2] * 5 * BLOCK
     engine.add(prompt, max_offload_tokens=1)
@@ -120,7 +108,7 @@ def test_chunks_of_several_blocks_beside_windows(engine_config: Any, monkeypatch
     engine.finish()
     assert engine.scheduler.reset_prefix_cache()
     engine.add(prompt[: 2 * BLOCK + 1])
-    with pytest.raises(AssertionError, match="None, and .* is read"):
+    with pytest.raises(AssertionError, match=r"None, and .* is read"):
         engine.finish()
 
 
@@ -128,4 +116,4 @@ def test_chunks_of_several_blocks_beside_windows(engine_config: Any, monkeypatch
 def test_it_would_notice(mutant: Mutant, engine_config: Any, monkeypatch: Patch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        lives(engine_config, monkeypatch)
+        lives(life, SEEDS, engine_config, monkeypatch)

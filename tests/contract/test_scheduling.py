@@ -12,7 +12,6 @@ import dataclasses
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.contract.scheduling import (
     Engine,
     Parked,
     configuration,
+    lives,
     on_clock,
 )
 from tests.contract.test_kv_groups import STATE
@@ -78,7 +78,7 @@ def draw_request(rng: random.Random, number: int, most: int) -> dict[str, Any]:
     return {"prompt": prompt, "new_tokens": new_tokens, "priority": rng.randint(0, 2), **limits}
 
 
-def life(vllm_config: Any, seed: int, patch: Patch, *, faults: float = 0.0) -> Counter[str]:
+def life(seed: int, vllm_config: Any, patch: Patch, *, faults: float = 0.0) -> Counter[str]:
     """Two engines after each other on one bucket, each with 30 requests, and the same for the same
     seed. faults: the share of steps that fail. Returns how often what happened."""
     rng = random.Random(seed)
@@ -121,30 +121,20 @@ def life(vllm_config: Any, seed: int, patch: Patch, *, faults: float = 0.0) -> C
     return seen
 
 
-def lives(seeds: Iterable[int], vllm_config: Any, patch: Patch, **how: float) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            seen += life(vllm_config, seed, patch, **how)
-        except AssertionError as error:
-            raise type(error)(f"seed {seed}: {error}") from error
-    return seen
-
-
 HAPPENS = {"preempted", "loads_failed", "hit_tokens_host", "hit_tokens_bucket", "fetch_missing"}
 HAPPENS |= {"resets", "evictions", "saves_dropped"}
 
 
 def test_every_request_ends(engine_config: Any, monkeypatch: Patch) -> None:
     """And reads what it should, and no block, slot or lease stays."""
-    seen = lives(SEEDS, engine_config, monkeypatch)
+    seen = lives(life, SEEDS, engine_config, monkeypatch)
     assert set(seen) >= HAPPENS, f"never: {HAPPENS - set(seen)}"
 
 
 @since(0, 33, "`KVOutputAggregator.ft_defer_kv_connector_outputs`")
 def test_every_request_ends_if_steps_fail(engine_config: Any, monkeypatch: Patch) -> None:
     """vLLM passes on what the ranks report in such a step only with the reports of a later one."""
-    assert lives(SEEDS[:8], engine_config, monkeypatch, faults=0.1)["failed steps"]
+    assert lives(life, SEEDS[:8], engine_config, monkeypatch, faults=0.1)["failed steps"]
 
 
 @pytest.mark.nightly
@@ -153,7 +143,7 @@ def test_every_request_ends_in_lives_nobody_has_seen(
 ) -> None:
     first = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**40)))
     print(f"S3KV_SEED={first}")
-    lives(range(first, first + 1_000), engine_config, monkeypatch)
+    lives(life, range(first, first + 1_000), engine_config, monkeypatch)
 
 
 @pytest.mark.long
@@ -163,7 +153,7 @@ def test_it_is_noticed_that_a_planner(
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(FINDINGS):
-        lives(range(100), engine_config, monkeypatch)
+        lives(life, range(100), engine_config, monkeypatch)
 
 
 def test_with_one_queue_for_both_some_lives_stop(engine_config: Any, monkeypatch: Patch) -> None:
@@ -171,12 +161,10 @@ def test_with_one_queue_for_both_some_lives_stop(engine_config: Any, monkeypatch
     place, whether it holds blocks or not."""
     monkeypatch.setattr(Scheduler, "_holds_kv_blocks", staticmethod(lambda request: False))
     with pytest.raises(Parked):
-        lives(SEEDS, engine_config, monkeypatch)
+        lives(life, SEEDS, engine_config, monkeypatch)
 
 
-def test_a_load_that_vllm_never_places_is_computed(
-    engine_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_vllm_never_places_is_computed(engine_config: Any, monkeypatch: Patch) -> None:
     """For a load vLLM keeps the blocks of a speculative step free, which may be too many for the
     longest prompts. Computing needs none."""
     engine = Engine(engine_config, random.Random(1), blocks=9, slots=40)
@@ -190,7 +178,7 @@ def test_a_load_that_vllm_never_places_is_computed(
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_blocks_that_vllm_has_hashed_and_nobody_computes_are_hit_by_nobody(
-    engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    engine_config: Any, ahead: bool, monkeypatch: Patch
 ) -> None:
     """A request is scheduled, and preempted in the same pass for one that is more urgent."""
     settings = {"policy": "priority", "long_prefill_token_threshold": 20, "max_num_seqs": 4}
@@ -208,7 +196,7 @@ def test_blocks_that_vllm_has_hashed_and_nobody_computes_are_hit_by_nobody(
 
 @pytest.mark.parametrize(("is_declared", "hit"), [(False, 96), (True, 0)])
 def test_a_request_whose_states_vllm_has_evicted_is_loaded_whole(
-    engine_config: Any, is_declared: bool, hit: int, monkeypatch: pytest.MonkeyPatch
+    engine_config: Any, is_declared: bool, hit: int, monkeypatch: Patch
 ) -> None:
     """A connector that declares `supports_divergent_local_hybrid_hits` is asked only for tokens
     behind the blocks of full attention that vLLM has. There it has nothing, and vLLM computes the

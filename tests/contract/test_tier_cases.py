@@ -524,13 +524,3 @@ def test_rows_are_used_again(either: Start) -> None:
         assert reader.look_up(list(part), context) == [HIT] * 4
         assert {key: reader.read(key, context) for key in part} == part
         reader.manager.on_request_finished(context)
-
-
-def test_a_request_with_more_chunks_than_rows_comes_to_an_end(start: Start) -> None:
-    """vLLM gives the rows of a request's first chunks to its last ones, so a tier that hits them
-    all again keeps the request waiting for ever."""
-    stored, engine = put(start(), 12), start(rows=4)
-    for context in [engine.request(), engine.request()]:
-        assert MISS in engine.look_up(stored, context)
-        engine.manager.on_request_finished(context)
-    engine.settle()

@@ -5,21 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-ANSWERS = ("ok", "unavailable", "throttled", "denied", "no bucket", "hang", "defect")
-"""Both directions. A hang ends with the client's own timeout; a defect is an exception that no
-store should raise."""
-
-GET_ONLY = ("cut", "short", "long", "flip", "swap")
-"""cut: the body ends before its announced length, which the client notices. The others it cannot
-notice: an object of another length, a flipped bit, another object."""
-
-PUT_ONLY = ("lost",)
-"""The object is written and the answer is lost."""
-
 
 @dataclass(frozen=True)
 class Weather:
-    """latency_s: least and most, drawn with a bias to the least. Weights not given are 0."""
+    """latency_s: least and most, drawn with a bias to the least. get, put: the weights of what
+    becomes of a request. A hang ends with the client's own timeout; a defect is an exception that
+    no store should raise. The client notices a body that is cut, and neither another length nor a
+    flipped bit nor another object (swap). A PUT that is lost is written; its answer is lost."""
 
     name: str
     latency_s: tuple[float, float]

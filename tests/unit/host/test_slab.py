@@ -19,6 +19,7 @@ from s3kv.errors import ConfigError
 from s3kv.host import slab as slab_module
 from s3kv.host.limits import MemoryLimits
 from s3kv.host.slab import Slab, slab_files
+from tests.mutants import Patch
 
 PAGE = mmap.PAGESIZE
 
@@ -66,7 +67,7 @@ def test_nobody_can_resize() -> None:
 
 @pytest.mark.parametrize("old_kernel", [False, True])
 def test_prefault_allocates_every_page_and_changes_none(
-    monkeypatch: pytest.MonkeyPatch, old_kernel: bool
+    monkeypatch: Patch, old_kernel: bool
 ) -> None:
     if old_kernel:
         monkeypatch.setattr(slab_module, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as it was then
@@ -80,9 +81,7 @@ def test_prefault_allocates_every_page_and_changes_none(
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
-def test_several_threads_allocate_at_once(
-    monkeypatch: pytest.MonkeyPatch, old_kernel: bool
-) -> None:
+def test_several_threads_allocate_at_once(monkeypatch: Patch, old_kernel: bool) -> None:
     """They meet, so it takes two of them at the same time; the second processor may be missing."""
     meeting, populate = threading.Barrier(2), slab_module.populate
     before = os.sched_getaffinity(0)
@@ -101,7 +100,7 @@ def test_several_threads_allocate_at_once(
     slab.close()
 
 
-def test_an_error_of_one_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_thread_is_raised(monkeypatch: Patch) -> None:
     codes = iter([0, errno.ENOMEM, 0, 0])
     monkeypatch.setattr(slab_module, "populate", lambda *_: next(codes))
     slab = Slab.create(4 * slab_module.PREFAULT_BYTES)
@@ -137,9 +136,7 @@ def test_more_than_there_is_names_the_setting() -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_a_failing_mapping_names_the_setting_and_leaks_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failing_mapping_names_the_setting_and_leaks_nothing(monkeypatch: Patch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -159,7 +156,7 @@ class Host:
     """A host with a limit, and no processes but this one and its sisters. What its slabs have taken
     is in use, as the kernel counts it."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root: Path, monkeypatch: Patch) -> None:
         self._root = root
         self._sisters: list[subprocess.Popen[str]] = []
         self.limit_bytes = 2**40
@@ -201,7 +198,7 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def host(tmp_path: Path, monkeypatch: Patch) -> Iterator[Host]:
     host = Host(tmp_path, monkeypatch)
     yield host
     host.close()
@@ -233,7 +230,7 @@ def test_there_is_one_answer_whichever_comes_first(
 
 
 def test_of_two_that_are_made_at_the_same_time_one_at_least_is_refused(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: Host, monkeypatch: Patch
 ) -> None:
     """The sister makes hers when this process has found that there is room."""
     create = os.memfd_create
@@ -259,9 +256,7 @@ def test_a_process_that_holds_a_slab_twice_counts_once(host: Host) -> None:
         slab.close()
 
 
-def test_the_file_behind_a_view_is_known_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_behind_a_view_is_known_by_its_path(tmp_path: Path, monkeypatch: Patch) -> None:
     """File systems number alike."""
     slab = Slab.create(PAGE)
     with (tmp_path / "region").open("wb+") as file:

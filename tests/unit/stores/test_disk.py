@@ -13,6 +13,7 @@ from s3kv.objects.keys import LAYOUT
 from s3kv.place import Place
 from s3kv.stores import disk
 from s3kv.stores.disk import Directory
+from tests.mutants import Patch
 from tests.unit.io import rig
 from tests.unit.stores.suite import pattern
 
@@ -25,7 +26,7 @@ def wanted() -> bool:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Directory:
+def directory(tmp_path: Path, monkeypatch: Patch) -> Directory:
     monkeypatch.setattr(disk, "_FREE_SHARE", 0.0)  # whatever this machine's disk has left
     directory = Directory.open(str(tmp_path / "cache"), "s3kv", MOST_BYTES)
     directory.correct(0, None)
@@ -44,7 +45,7 @@ def read(directory: Directory, number: int, room: int = 2**16) -> tuple[int | No
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 4096])
 def test_an_object_comes_back_whole(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+    directory: Directory, monkeypatch: Patch, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(disk, "PIECE_BYTES", piece_bytes)
     place = Place(memoryview(bytearray(b"head")), memoryview(pattern(3000, 1)))
@@ -88,9 +89,7 @@ def test_the_budget_is_reserved_before_a_byte_is_written(directory: Directory) -
     assert write(directory, 3, 3000) == "written"
 
 
-def test_part_of_the_file_system_stays_free(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_of_the_file_system_stays_free(directory: Directory, monkeypatch: Patch) -> None:
     monkeypatch.setattr(disk, "_FREE_SHARE", 1.0)
     monkeypatch.setattr(disk, "_MOST_FREE_BYTES", 2**60)
     assert directory.missing_bytes() > 0
@@ -124,9 +123,7 @@ def test_nobody_reads_or_writes_what_nobody_wants(directory: Directory) -> None:
     assert not any(buffer)
 
 
-def test_a_failed_write_leaves_nothing_behind(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_nothing_behind(directory: Directory, monkeypatch: Patch) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -137,9 +134,7 @@ def test_a_failed_write_leaves_nothing_behind(
     assert not os.listdir(directory.path / "writing")
 
 
-def test_the_faster_of_two_writers_wins(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_faster_of_two_writers_wins(directory: Directory, monkeypatch: Patch) -> None:
     pwritev, others = os.pwritev, [write]
 
     def slow(fd: int, *how: object) -> int:
@@ -179,7 +174,7 @@ def test_one_process_cleans_at_a_time(directory: Directory) -> None:
 
 
 def test_a_lock_that_is_held_for_long_fails_the_call(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
+    directory: Directory, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(disk, "_LOCK_TRIES", 2)
     with open(directory.path / "used") as file:
@@ -203,9 +198,7 @@ def test_no_other_kind_of_file_is_read(directory: Directory, tmp_path: Path, kin
         read(directory, 1)
 
 
-def test_the_file_of_another_user_is_not_read(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_another_user_is_not_read(directory: Directory, monkeypatch: Patch) -> None:
     write(directory, 1, 100)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError, match="not a file of this user"):
@@ -221,7 +214,7 @@ def test_a_directory_is_made_for_its_user_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trouble", ["link", "file", "open to others", "another's", "below a file"])
 def test_a_directory_open_to_others_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+    tmp_path: Path, monkeypatch: Patch, trouble: str
 ) -> None:
     path = tmp_path / "cache"
     if trouble == "link":
