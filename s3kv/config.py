@@ -190,7 +190,7 @@ class Config:
     s3:PutObject."""
 
     bucket_bytes: Annotated[Bytes, Meta(ge=0)] = 0
-    """Budget of everything under the prefix. Beyond it the objects used longest ago are deleted, by
+    """Budget of s3kv's objects under the prefix. Beyond it those used longest ago are deleted, by
     one engine of all that have the setting, which refreshes objects in use, too, as for
     refresh_after_s. Give all engines the same value. 0: no budget. Needs s3:DeleteObject."""
     bucket_idle_s: Seconds = 0.0

@@ -72,7 +72,7 @@ class LeaseLost(Exception):
 class Cleaner:
     """Takes the lease when it is free, and sweeps while it holds it. Belongs to one asyncio loop.
 
-    prefix: everything under it belongs to the budget. max_bytes: the budget; 0 for none. idle_s:
+    prefix: s3kv's objects under it belong to the budget. max_bytes: the budget; 0 for none. idle_s:
     objects unused for longer go; 0 for any time. min_age_s: objects last written since then stay.
     holder: unique name of this process. on_refresh_after: called with the age in seconds at which
     objects in use are to be refreshed (`math.inf`: never), whenever the lease was read.

@@ -1,4 +1,4 @@
-"""Examination of a bucket: every call the cache makes, through the store the cache uses.
+"""Examination of a bucket: the calls the cache makes, through the store the cache uses.
 
 Its objects are outside every namespace and are deleted at the end.
 """
