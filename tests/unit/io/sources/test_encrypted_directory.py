@@ -23,6 +23,7 @@ from s3kv.stores.disk import Directory
 from s3kv.stores.store import UNREADABLE
 from s3kv.types import TensorSpec
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
+from tests.system.forms import flipped
 from tests.unit.io import rig
 from tests.unit.stores.test_disk import wanted
 
@@ -116,7 +117,7 @@ def test_a_bad_file_of_an_older_key_is_the_one_to_delete(
     rotated = EncryptedDirectory(plain, Keyring([OTHER, MASTER]))
     file = rotated.file_of(KEY)
     assert file == directory.file_of(KEY)
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    file.write_bytes(flipped(file.read_bytes()))
     assert read(rotated)[0] == UNREADABLE
     assert rotated.delete(rotated.file_of(KEY))
     assert rotated.write(KEY, Place.of(DATA), wanted) == "written"

@@ -114,7 +114,7 @@ async def test_after_a_rotation_objects_of_both_keys_are_read(
     monkeypatch.setenv(KEYS_VARIABLE, f"{MASTER.hex()}\n{OLD.hex()}")
     async with serving(bucket, range_bytes) as worker:
         assert (await fetched(worker)).outcome is Outcome.OK
-        bucket._objects[name_of(KEY, old)] = encrypted(STORED, ring=old)[:-1] + b"x", 0.0
+        bucket._objects[name_of(KEY, old)] = flipped(encrypted(STORED, ring=old)), 0.0
         assert (await fetched(worker)).reason == "encryption"
         assert (await uploaded(worker)).outcome is Outcome.OK
         assert (await fetched(worker)).outcome is Outcome.OK
