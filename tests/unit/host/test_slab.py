@@ -66,9 +66,7 @@ def test_nobody_can_resize() -> None:
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
-def test_prefault_allocates_every_page_and_changes_none(
-    monkeypatch: Patch, old_kernel: bool
-) -> None:
+def test_it_allocates_every_page_and_changes_none(monkeypatch: Patch, old_kernel: bool) -> None:
     if old_kernel:
         monkeypatch.setattr(slab_module, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as it was then
     slab = Slab.create(33 * 2**20 + PAGE)

@@ -82,8 +82,10 @@ class Desk:
 
 
 def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
-    desk = Desk("a", rows=128)
+    desk = Desk("abc", rows=128)
     assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
+    assert desk.look_up("b", *range(30, 39)) == [HIT] * 8 + [RETRY]
+    assert desk.look_up("c", 40) == [RETRY], "all probes together have an eighth of the rows"
     jobs = desk.load("a", *range(8))
     desk.end_pass()
     desk.end(jobs[:1])
