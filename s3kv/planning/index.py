@@ -4,7 +4,7 @@ There are two verdicts, both hints. *Present* (we put the chunk there, or fetche
 upload and opens the whole fetch window at once. *Absent* (a GET said 404) saves asking again for a
 while. A wrong hint costs one request or one recomputed chunk, never wrong data, because the object
 of a GET is verified against the full hash. So eight bytes of the hash are enough here, which keeps
-a known chunk under 150 bytes.
+a known chunk under 120 bytes.
 
 The bucket sees no use of a chunk that is served above it, and may have deleted the chunk meanwhile.
 So "present" is good until a time that comes with it. The first use after that puts the chunk on a
@@ -19,7 +19,6 @@ the bucket, and what the bucket has lost is uploaded again.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 from s3kv.types import ChunkKey
 
@@ -33,35 +32,42 @@ _PREFIX_BYTES = 8
 class BucketIndex:
     """Verdicts on chunks. Scheduler process, one thread.
 
-    Present verdicts are kept in two generations of at most `capacity / 2` each. When the young one
-    is full, it becomes the old one, and the previous old one is forgotten. A present verdict that
-    is out of date still counts, but no longer as knowledge (`verdict`). Absent verdicts expire
-    after `miss_ttl_s`; there are at most `capacity / 2` of them, too, and the oldest go first.
-    Raises `ValueError` for a capacity below 2. A full index of the default one takes 300 MB.
+    Verdicts are kept in two generations, present ones of at most `capacity / 2` each and absent
+    ones of half of that. When the young one is full, it becomes the old one, and the previous old
+    one is forgotten. A present verdict that is out of date still counts, but no longer as knowledge
+    (`verdict`). An absent one expires after `miss_ttl_s`, and a generation with its first verdict.
+    Raises `ValueError` for a capacity below 4. A full index of the default one takes 300 MB.
     """
 
-    __slots__ = ("_absent_until", "_generation_size", "_miss_ttl_s", "_old", "_young", "due")
+    __slots__ = (
+        *("_absent_old", "_absent_young", "_expires_s", "_generation_size", "_miss_ttl_s"),
+        *("_old", "_young", "due"),
+    )
 
     def __init__(self, *, capacity: int = 2_000_000, miss_ttl_s: float = 20.0) -> None:
-        if capacity < 2:
-            raise ValueError(f"capacity is {capacity}: allowed is 2 or more")
+        if capacity < 4:
+            raise ValueError(f"capacity is {capacity}: allowed is 4 or more")
         self._generation_size = capacity // 2
         self._miss_ttl_s = miss_ttl_s
         self._young: dict[bytes, float] = {}
         self._old: dict[bytes, float] = {}
         """The times until which present verdicts are good."""
-        self._absent_until: OrderedDict[bytes, float] = OrderedDict()
-        """The first expires first. A plain dict would walk over what was removed in front of it."""
+        self._absent_young: dict[bytes, float] = {}
+        self._absent_old: dict[bytes, float] = {}
+        """The times until which absent verdicts are good."""
+        self._expires_s = math.inf
+        """The first of these times in the young generation."""
         self.due: list[ChunkKey] = []
         """Chunks in use whose present verdict is out of date. The caller takes them."""
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old) + len(self._absent_until)
+        return sum(map(len, (self._young, self._old, self._absent_young, self._absent_old)))
 
     def note_present(self, key: ChunkKey, until_s: float = math.inf) -> None:
         """Note that the bucket holds the chunk. until_s: time from which it may have expired."""
         prefix = _short(key)
-        self._absent_until.pop(prefix, None)
+        self._absent_young.pop(prefix, None)
+        self._absent_old.pop(prefix, None)
         if prefix not in self._young:
             if len(self._young) >= self._generation_size:
                 self._old = self._young
@@ -86,16 +92,22 @@ class BucketIndex:
         prefix = _short(key)
         self._young.pop(prefix, None)
         self._old.pop(prefix, None)
-        self._absent_until[prefix] = now_s + self._miss_ttl_s
-        self._absent_until.move_to_end(prefix)
-        self._forget_expired(now_s)
+        if len(self._absent_young) >= self._generation_size // 2 or now_s >= self._expires_s:
+            self._absent_old, self._absent_young = self._absent_young, {}
+        until_s = now_s + self._miss_ttl_s
+        if not self._absent_young:
+            self._expires_s = until_s
+        self._absent_young[prefix] = until_s
+        self._absent_old.pop(prefix, None)
 
     def is_present(self, key: ChunkKey) -> bool:
         prefix = _short(key)
         return prefix in self._young or prefix in self._old
 
     def is_absent(self, key: ChunkKey, now_s: float) -> bool:
-        return now_s < self._absent_until.get(_short(key), -math.inf)
+        prefix = _short(key)
+        until_s = self._absent_young.get(prefix) or self._absent_old.get(prefix, -math.inf)
+        return now_s < until_s
 
     def verdict(self, key: ChunkKey, now_s: float) -> bool | None:
         """The verdict: True for present, False for absent, None if nothing is known."""
@@ -105,18 +117,9 @@ class BucketIndex:
 
     def forget(self) -> None:
         """Forget every verdict."""
-        self._young.clear()
-        self._old.clear()
-        self._absent_until.clear()
+        for verdicts in (self._young, self._old, self._absent_young, self._absent_old):
+            verdicts.clear()
         self.due.clear()
-
-    def _forget_expired(self, now_s: float) -> None:
-        # The time to live is constant, so insertion order is the order of expiry.
-        while absent := self._absent_until:
-            oldest, until_s = next(iter(absent.items()))
-            if now_s < until_s and len(absent) <= self._generation_size:
-                return
-            del absent[oldest]
 
 
 def _short(key: ChunkKey) -> bytes:

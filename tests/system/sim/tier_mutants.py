@@ -72,7 +72,8 @@ def hits_again_what_failed(self: OffloadPlanner, job: RowJob, end: JobEnd, now_s
         request.lost.clear()
         request.is_closed = False
         self._slow.clear()
-    self.index._absent_until.clear()
+    self.index._absent_young.clear()
+    self.index._absent_old.clear()
 
 
 @instead_of(OffloadPlanner, "_learn")

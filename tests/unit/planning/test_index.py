@@ -16,14 +16,11 @@ def key(number: int, group: int = 0) -> ChunkKey:
 
 def test_verdicts_replace_each_other() -> None:
     index = BucketIndex(capacity=100, miss_ttl_s=10.0)
-    assert not index.is_present(key(1))
-    assert not index.is_absent(key(1), 0.0)
+    assert index.verdict(key(1), 0.0) is None
     index.note_present(key(1))
-    assert index.is_present(key(1))
     index.note_absent(key(1), 0.0)
-    assert not index.is_present(key(1))
-    assert index.is_absent(key(1), 9.9)
-    assert not index.is_absent(key(1), 10.0)
+    assert index.verdict(key(1), 9.9) is False
+    assert index.verdict(key(1), 10.0) is None
     index.note_present(key(1))
     assert not index.is_absent(key(1), 0.0)
     assert len(index) == 1
@@ -45,16 +42,18 @@ def test_what_is_known_is_bounded_and_the_newest_is_kept(count: int) -> None:
         index.note_absent(key(10_000 + number), float(number))
     newest = range(count - 5, count)
     assert len(index) <= 15
-    assert all(index.is_present(key(number)) for number in newest)
-    assert all(index.is_absent(key(10_000 + number), float(count)) for number in newest)
+    assert all(index.is_present(key(n)) for n in newest)
+    assert all(index.is_absent(key(10_000 + n), float(count)) for n in newest[-2:])
 
 
 def test_expired_misses_are_forgotten() -> None:
     index = BucketIndex(capacity=1_000, miss_ttl_s=1.0)
     for number in range(100):
-        index.note_absent(key(number), 0.0)
+        index.note_absent(key(number), number / 100)
     index.note_absent(key(100), 1.0)
-    assert len(index) == 1
+    assert index.is_absent(key(1), 1.0)
+    index.note_absent(key(101), 2.0)
+    assert len(index) == 2
 
 
 def test_a_miss_costs_the_same_among_many_others() -> None:
