@@ -117,7 +117,7 @@ class BucketExamination:
         finally:
             await self.store.close()
         for check in _CHECKS:
-            if check == "versions" or (check == "refresh" and not self.config.refresh_after_s):
+            if check == "versions" or (check == "refresh" and not self._refreshes):
                 continue
             why = "because of a finding above"
             if read_only and check != "get":
@@ -139,7 +139,7 @@ class BucketExamination:
         if written and readable:
             await self._ask("clock", "s3:GetObject", self._clock(begin_s, end_s))
             await self._ask("latency", "s3:GetObject", self._latency())
-            if self.config.refresh_after_s:
+            if self._refreshes:
                 await self._refresh()
         gone = not read_only and await self._delete()
         if self.bandwidth_bytes and written and readable and gone:
@@ -222,6 +222,12 @@ class BucketExamination:
         )
         self._note("latency", "ok", told)
 
+    @property
+    def _refreshes(self) -> bool:
+        config = self.config  # as in `RefreshRule.of`
+        bound = config.refresh_after_s or config.bucket_bytes or config.bucket_idle_s
+        return bound > 0 and zone_of(config.bucket) is None
+
     async def _refresh(self) -> None:
         """Try the copy of an object onto itself."""
         try:
@@ -230,7 +236,7 @@ class BucketExamination:
                 await self.store.refresh(self.key, info.modified_s)
             self._note("refresh", "ok", "an object can be rewritten in place")
         except StoreError as error:
-            remedy = "set refresh_after_s to 0, and let objects expire by the age of their write"
+            remedy = "set refresh_after_s to 0: objects expire by age, whether used or not"
             if is_permission(error):
                 remedy = f"allow s3:PutObject and s3:GetObject on {self._resource()}"
             self._note("refresh", "warning", str(error), remedy)

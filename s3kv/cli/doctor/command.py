@@ -56,9 +56,9 @@ def doctor(
 ) -> None:
     """Check access from this host to the bucket, and print a remedy for each fault.
 
-    Tries the cache's calls (list, PUT if absent, GET, HEAD, DELETE; with refresh_after_s a copy) on
-    an object of its own, PREFIX/doctor/ID, which it deletes. Measures the latency, and throughput
-    of one connection and of as many as a worker has at once; these read --bandwidth each.
+    Tries the cache's calls (list, PUT if absent, GET, HEAD, DELETE; a copy, if engines refresh
+    objects) on an object of its own, PREFIX/doctor/ID, which it deletes. Measures the latency, and
+    the throughput of one connection and of a worker's number, reading --bandwidth on each.
     With disk_path it makes that directory, and measures the disk with files of its own. With
     encryption it reads the keys, from KMS too, and measures how fast this host encrypts.
     Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with the

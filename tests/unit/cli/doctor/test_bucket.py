@@ -82,8 +82,8 @@ async def test_clocks_that_differ(ahead_s: float, status: str, said: str) -> Non
 
 
 def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: Any) -> None:
-    result = run("doctor", *SMALL, "--set", "refresh_after_s=86400")
-    assert findings(result)["refresh"]["status"] == "ok"
+    for bound in ("refresh_after_s=86400", "bucket_bytes=1TiB", "bucket_idle_s=1209600"):
+        assert findings(run("doctor", *SMALL, "--set", bound))["refresh"]["status"] == "ok"
     assert "refresh" not in findings(run("doctor", *SMALL))
     assert left(boto) == set()
 
