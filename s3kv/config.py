@@ -10,6 +10,7 @@ credentials and region). Secrets, those of `integrity` and `encryption`, are nev
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -319,7 +320,7 @@ def masked(text: str) -> str:
 def parse_bytes(text: str) -> int | None:
     """A number of bytes with or without a unit ("4GiB", "500MB", "4096"); None for other text."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?b|[kmgt]ib)?\s*", text, re.IGNORECASE)
-    return None if match is None else int(float(match[1]) * _UNIT_BYTES[(match[2] or "b").lower()])
+    return match and math.ceil(float(match[1]) * _UNIT_BYTES[(match[2] or "b").lower()])
 
 
 def size(nbytes: int) -> str:

@@ -62,8 +62,7 @@ def gc(
     )
     run = partial(_run, config, namespace, disk, as_json)
     try:
-        half = sweep if yes or dry_run else partial(sweep, approve=_approve_half)
-        run(half)
+        run(sweep if yes or dry_run else partial(sweep, approve=_approve_half))
     except _MoreThanHalf as error:
         # Asked between two runs: within one, Ctrl-C would be left to its event loop.
         asks = sys.stdin is not None and sys.stdin.isatty()

@@ -7,14 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TaskID
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -56,10 +49,8 @@ def bars(clock_s: Callable[[], float] | None = None) -> Iterator[Report]:
     tasks: dict[str, TaskID] = {}
     console = Console(stderr=True)
     progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        *Progress.get_default_columns(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
         console=console,
         transient=True,
         get_time=clock_s,

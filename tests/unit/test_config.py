@@ -211,10 +211,10 @@ def test_a_ca_bundle_is_a_file() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("4GiB", 2**32), ("500 MB", 500_000_000), ("1.5gib", 3 * 2**29), ("2097152", 2**21)],
+    [("4GiB", 2**32), ("500 MB", 500_000_000), ("1.5gib", 3 * 2**29), ("0.1b", 1), ("7", 7)],
 )
 def test_bytes_may_have_a_unit(text: str, nbytes: int) -> None:
-    assert parse(host_bytes=text).host_bytes == nbytes
+    assert parse_bytes(text) == parse(bucket_bytes=text).bucket_bytes == nbytes
 
 
 @pytest.mark.parametrize("text", ["4ib", "GiB", "-1GiB", "1e9", "4 GiB each", ""])

@@ -74,4 +74,4 @@ def test_bars_show_the_time_left(
             now_s = float(second)
             on_progress("deleting", 100 * second, 4000)
     told = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
-    assert re.search(r"1000/4000 +0:00:30", told), told
+    assert re.search(r"0:00:30 +1000/4000", told), told
