@@ -1,6 +1,6 @@
-"""The `s3kv` command line, with which an operator works on a bucket. Needs
+"""The `s3kv` command line, for operators of a bucket. Needs
 `pip install 'vllm-s3kv[cli]'`.
 
 Each command is in the module of its name (`config` in `configure`); `walk` lists a bucket for them,
-`invocation` has the options they share, `show` prints, `billing` computes for `cost`.
+`invocation` has their common options, `show` prints, `billing` computes for `cost`.
 """

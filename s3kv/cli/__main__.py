@@ -1,4 +1,4 @@
-"""Start of the command line, and of `python -m s3kv.cli`."""
+"""Entry point of the command line, and of `python -m s3kv.cli`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command line; if a package is missing, say what to install and exit with 2.
+    """Run the command line; if a package is missing, print what to install and exit with 2.
 
     Raises `KeyboardInterrupt` on Ctrl-C, which click would turn into its own exit code.
     """
@@ -32,12 +32,12 @@ def main() -> None:
 
     stdout = sys.stdout
     for stream in (stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whose encoding may lack characters
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters
             stream.reconfigure(errors="replace")
     try:
         sys.exit(cli(prog_name="s3kv", standalone_mode=False))
     except SystemExit as error:
-        # At a closed pipe rich exits with 1 at once, and click after it has replaced stdout.
+        # If the pipe is closed, rich exits with 1 at once, and click after it has replaced stdout.
         if isinstance(error.__context__, BrokenPipeError) or sys.stdout is not stdout:
             sys.exit(128 + signal.SIGPIPE)
         raise

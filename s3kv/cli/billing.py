@@ -24,9 +24,9 @@ _BILLED = ("2xx", "4xx")
 class BilledTraffic:
     """The traffic of all engines together in `seconds`.
 
-    puts, gets: requests billed as such. bytes_up: those written. bytes_down: those received.
+    puts, gets: requests billed as such. bytes_up: bytes written. bytes_down: bytes received.
     tokens_bucket, tokens_host: prompt tokens that were not computed because the bucket (or a disk
-    before it), or host memory, had them; None if nobody has counted these.
+    before it), or host memory, had them; None if they were not counted.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ class BilledTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One line of a monthly bill: an amount of something, at a price."""
+    """One line of a monthly bill: an amount at a price."""
 
     name: str
     amount: float
@@ -63,8 +63,8 @@ class Savings:
 
 
 def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
-    """The traffic that metrics of vLLM count, in Prometheus's text format; samples of several
-    engines, one after another, are added up. Raises `ConfigError` if s3kv's are not among them.
+    """The traffic in vLLM's metrics, in Prometheus's text format; samples of several engines, one
+    after another, are added up. Raises `ConfigError` if s3kv's metrics are not among them.
 
     Both connectors are counted. A listing costs as much as a PUT, a HEAD as much as a GET.
     """
@@ -94,8 +94,8 @@ def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
 
 
 def metric_sums(exposition: str) -> dict[str, float]:
-    """Sums of the samples by metric, verb and status: "name", "name|verb" or "name|verb|status", as
-    far as a sample has these labels."""
+    """Sums of the samples by metric, verb and status: "name", "name|verb" or "name|verb|status",
+    depending on the labels of a sample."""
     sums: dict[str, float] = {}
     for line in exposition.splitlines():
         sample = _SAMPLE.match(line)
@@ -107,7 +107,7 @@ def metric_sums(exposition: str) -> dict[str, float]:
 
 
 def bill(traffic: BilledTraffic, stored_bytes: float, prices: Prices) -> list[Part]:
-    """The parts of a month's bill, if every hour of the month is like those of `traffic`."""
+    """The parts of a month's bill, if the whole month is like the period of `traffic`."""
     months = traffic.seconds / MONTH_S
     up_gib, down_gib = traffic.bytes_up / GIB / months, traffic.bytes_down / GIB / months
     return [
@@ -136,8 +136,8 @@ def savings(
 
 
 def paid_bytes(parts: Sequence[Part], spared: float) -> float | None:
-    """Largest size of a bucket at which the computing that it spares, in dollars a month, pays for
-    it; None if storage is free. parts: its bill."""
+    """Largest size of a bucket at which the computing that it saves, `spared` dollars a month, pays
+    for it; None if storage is free. parts: its bill."""
     storage = next(part for part in parts if part.name == "storage")
     others = sum(part.dollars for part in parts) - storage.dollars
     return max(0.0, spared - others) / storage.price * GIB if storage.price else None

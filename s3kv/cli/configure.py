@@ -1,4 +1,4 @@
-"""`s3kv config`: the options for vLLM, the JSON of both connectors, for a shell."""
+"""`s3kv config`: vLLM's options with the JSON of both connectors, quoted for a shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from s3kv.types import default_chunk_tokens
 
 Role = Literal["both", "producer", "consumer"]
 Options = dict[str, dict[str, Any]]
-"""Values of vLLM's options, by their names."""
+"""Values of vLLM's options, by option name."""
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _BLOCK_TOKENS = 16
 """vLLM's default block size."""
@@ -63,8 +63,8 @@ def connectors(config: Config, role: Role, kinds: Sequence[str] = ("kv", "ec")) 
 def offloading_connector(config: Config, workers: int, block_tokens: int = 0) -> dict[str, Any]:
     """The value of --kv-transfer-config for vLLM's own connector, with s3kv as its tier.
 
-    workers: of one engine, which share the memory. block_tokens: vLLM's --block-size; 0 if it is
-    not set. Where vLLM has an option for what a setting means, it takes the place of the setting.
+    workers: of one engine; they share the memory. block_tokens: vLLM's --block-size; 0 if it is not
+    set. If vLLM has an option for a setting, the option replaces the setting.
     """
     block_tokens = block_tokens or _BLOCK_TOKENS
     tokens = {"block_size": config.chunk_tokens} if config.chunk_tokens else {}
@@ -73,9 +73,9 @@ def offloading_connector(config: Config, workers: int, block_tokens: int = 0) ->
     extra = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": config.host_bytes * workers,
-        "offload_prompt_only": False,  # answers, too, as the connector does
+        "offload_prompt_only": False,  # answers as well, as the connector does
         "secondary_tiers": [{"type": "s3kv", **tier}],
-        # Blocks by default, and not tokens: vLLM may make blocks larger than it is asked to.
+        # Blocks by default, not tokens: vLLM may make blocks larger than requested.
         **(tokens or {"blocks_per_chunk": default_chunk_tokens(block_tokens) // block_tokens}),
         **({"canonical_layout": True} if config.share_ranks else {}),
     }

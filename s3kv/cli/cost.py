@@ -30,7 +30,7 @@ from s3kv.prices import Prices
 
 _TIMEOUT_S = 30.0
 _RARELY_BILLED = ("upload", "retrieval")
-"""Billed only by some storage classes; shown if they have a price."""
+"""Billed only by some storage classes; shown only if they have a price."""
 
 
 def _price_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -35,7 +35,7 @@ class DiskInventory:
     async def get_into(
         self, key: str, place: Place, receiver: Receiver | None = None
     ) -> ObjectInfo | None:
-        return None  # nobody reads but manifests, which are in the bucket alone
+        return None  # only manifests are read, and those are only in the bucket
 
     async def head(self, key: str) -> ObjectInfo | None:
         try:
@@ -69,11 +69,11 @@ def on_bucket_or_disk(
     *,
     deletes: bool = False,
 ) -> None:
-    """Run `work` on the bucket, or on the directory `disk`. deletes: as the one process that
-    deletes files of the directory.
+    """Run `work` on the bucket, or on the directory `disk`. deletes: take the role of the one
+    process that deletes files of the directory.
 
     Raises as `on_bucket` does; `ConfigError` if there is no such directory, or this user cannot use
-    it; and `StoreUnavailable` if another process deletes its files.
+    it; and `StoreUnavailable` if another process has that role.
     """
     if disk is None:
         return on_bucket(config, work)

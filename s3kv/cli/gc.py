@@ -1,4 +1,4 @@
-"""`s3kv gc`: keeps a bucket to a budget without lifecycle rules, while engines write to it."""
+"""`s3kv gc`: keeps a bucket within a budget without lifecycle rules, while engines write to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gc(
     try:
         run(sweep if yes or dry_run else partial(sweep, approve=_approve_half))
     except _MoreThanHalf as error:
-        # Asked between two runs: within one, Ctrl-C would be left to its event loop.
+        # Ask between two runs: within one, Ctrl-C would be left to its event loop.
         asks = sys.stdin is not None and sys.stdin.isatty()
         if not (asks and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
             raise ConfigError(f"{error}: nothing was deleted; --yes deletes them") from None
@@ -72,7 +72,7 @@ def gc(
 
 
 class _MoreThanHalf(Exception):
-    """More than half of the bytes would be deleted. Nothing has been."""
+    """More than half of the bytes would be deleted. No object has been deleted."""
 
 
 def _approve_half(going: int, held: int) -> None:

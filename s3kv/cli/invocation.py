@@ -1,4 +1,4 @@
-"""Parts shared by all commands: options, their types, exit codes, the client, JSON."""
+"""Parts shared by all commands: options, their types, exit codes, the store, JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
 _TIER_OPTIONS = ("type", "module_path", "locality", "backpressure", "cpu_bytes_to_use")
-"""Options of a tier that are vLLM's own, and the memory of the connector around it."""
+"""Options of a tier that belong to vLLM, and the memory size of the connector around it."""
 _NAMED = ("bucket", "prefix", "region", "endpoint_url", "host_bytes")
 """Settings that have options of their own."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
@@ -51,7 +51,7 @@ def parse(settings: Mapping[str, Any]) -> Config:
 
 
 def with_tier_bytes(settings: Mapping[str, Any]) -> tuple[Config, int | None]:
-    """The settings, and a tier's `cpu_bytes_to_use`: None without a tier, 0 if it is not given."""
+    """The settings, and a tier's `cpu_bytes_to_use`: None without a tier, 0 if it is missing."""
     given = settings.get("cpu_bytes_to_use", 0) if settings.get("type") == "s3kv" else None
     return parse(settings), given if isinstance(given, int | None) else 0
 
@@ -96,7 +96,7 @@ def read_settings(
 
     file: JSON, the settings or the value of `--kv-transfer-config` with our connector or tier.
     named: settings with options of their own; None for an option that was not given.
-    assignments: "name=value"; a value that is JSON is taken as such, any other as text.
+    assignments: "name=value"; a value that is valid JSON is parsed, any other is text.
     Raises `ConfigError`.
     """
     raw: dict[str, Any] = {} if file is None else _read_file(file)
@@ -127,7 +127,7 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def duration(text: str) -> float:
-    """Type of an option: a time such as 90m, 24h or 7d, in seconds. Raises `click.BadParameter`."""
+    """Option type: a time such as 90m, 24h or 7d, in seconds. Raises `click.BadParameter`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None or float(match[1]) == 0:
         raise click.BadParameter(f"{text!r} is not a time such as 90m, 24h or 7d")
@@ -135,14 +135,14 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Type of an option: a size such as 500GiB or 4096, in bytes. Raises `click.BadParameter`."""
+    """Option type: a size such as 500GiB or 4096, in bytes. Raises `click.BadParameter`."""
     if (nbytes := parse_bytes(text)) is None:
         raise click.BadParameter(f"{text!r} is not a size such as 500GiB or 1.5TiB")
     return nbytes
 
 
 class FiniteRange(click.FloatRange):
-    """Type of an option: a number within bounds that is neither infinite nor NaN."""
+    """Option type: a number within bounds that is neither infinite nor NaN."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         number = float(super().convert(value, param, ctx))
@@ -164,7 +164,7 @@ def reporting_errors() -> Iterator[None]:
 def on_bucket(config: Config, work: Callable[[ObjectStore], Awaitable[_T]]) -> _T:
     """Run `work` on the bucket, with a client that is closed afterwards.
 
-    Raises `StoreError`, and `ConfigError` when the client that is set cannot serve there.
+    Raises `StoreError`, and `ConfigError` if the configured client cannot serve the bucket.
     """
 
     async def run() -> _T:
@@ -183,5 +183,5 @@ def now_s() -> float:
 
 
 def print_json(document: Any, *, indent: int | None = 2) -> None:
-    """Print a document of `--json`; on one line with `indent=None`."""
+    """Print a JSON document for `--json`; on one line with `indent=None`."""
     click.echo(json.dumps(document, indent=indent, allow_nan=False))

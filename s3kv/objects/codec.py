@@ -2,15 +2,15 @@
 
 An object is one chunk of one coverage on one rank, or one item, and one valid safetensors file: a
 header of JSON, padded to a multiple of 4096 bytes, and the payload. This is its plain form;
-`envelope` has the compressed one. The payload is part after part;
-a part is a tensor, and what one shard holds of one KV-cache group. A part is cut into segments of
-at most 8 MiB, and the header lists one digest for each.
+`envelope` defines the compressed one. The payload is a sequence of parts. A part is one tensor: the
+data of one KV-cache group in one shard. It is cut into segments of at most 8 MiB, and the header
+lists one digest for each.
 
 All of the header but the block hash and the digests follows from the format. A reader therefore
-knows every byte of the requested object except the payload and its digests. It computes the
-digests of the segments it got, and compares the header with the one it would have written. One
-comparison refuses a flipped byte anywhere, another chunk's object and another model's. `integrity`
-says against whom the digests guard.
+knows every byte of the requested object except the payload and its digests. It computes the digests
+of the segments received, and compares the header with the expected one. One comparison refuses a
+flipped byte anywhere, another chunk's object and another model's. `integrity` describes what the
+digests protect against.
 
 Everything here is synchronous, allocates at most a few headers, and runs in any process and thread.
 The digests release the GIL while they read a payload.
@@ -45,9 +45,9 @@ SEGMENT_BYTES = 8 * 2**20
 class ChunkFormat:
     """The layout of all chunks of one coverage on one rank. Plain data: cheap to send and rebuild.
 
-    tensors: the parts, in payload order; at least one, names unique. Those with layers have one
-        number of blocks.
-    first_block: the first of the chunk's blocks that the object holds.
+    tensors: the parts, in payload order; at least one, names unique. Those with layers have the
+        same number of blocks.
+    first_block: the first of the chunk's blocks in the object.
     Raises `ValueError` if no header can be written for it.
     """
 
@@ -58,7 +58,7 @@ class ChunkFormat:
     integrity: Integrity = XXH3
     first_block: int = 0
     segments: tuple[range, ...] = field(init=False, repr=False, compare=False)
-    """By segment, its bytes in the payload."""
+    """Bytes of each segment in the payload."""
     header_bytes: int = field(init=False, repr=False, compare=False)
     """Length of the header, including its 8-byte length field; a multiple of 4096."""
     payload_bytes: int = field(init=False, repr=False, compare=False)
@@ -98,9 +98,9 @@ class ChunkFormat:
         return self.header_bytes + self.payload_bytes
 
     def seal(self, place: Place, block_hash: bytes) -> None:
-        """Write the header of a chunk whose payload is already in place, and must not change any
-        more. Raises `ValueError` if the place is not one of this format, or the hash is empty or
-        too long."""
+        """Write the header of a chunk whose payload is already in place and must not change
+        afterwards. Raises `ValueError` if the place does not fit this format, or the hash is empty
+        or too long."""
         if not self._fills(place, self.object_bytes):
             raise ValueError(f"a place of {place.nbytes} bytes for {self.object_bytes}")
         numbers = range(len(self.segments) if self.integrity.digest_chars else 0)
@@ -111,11 +111,11 @@ class ChunkFormat:
         """Verify that the object of `nbytes` in `place` is this format's for `block_hash`.
 
         nbytes: the object's length as the store reports it; it may exceed the place. Returns None
-        if it is, or else the reason; the object is a miss then. Raises nothing because of the
+        if it is, and otherwise the reason; the object is then a miss. Raises nothing because of the
         object's content.
         """
         gathering = Gathering(self, place, block_hash)
-        if self._fills(place, nbytes):  # or there is nothing to digest
+        if self._fills(place, nbytes):  # otherwise there is nothing to digest
             gathering.arrived(0, nbytes)
         return gathering.check(nbytes)
 
@@ -150,8 +150,8 @@ class ChunkFormat:
 
 
 class Gathering:
-    """Check of an object whose bytes arrive in any order. The digest of a segment is computed when
-    the segment is whole, while others are still arriving.
+    """Check of an object whose bytes arrive in any order. The digest of a segment is computed once
+    the segment is complete, while others are still arriving.
 
     place: where the object arrives.
     """
@@ -162,8 +162,8 @@ class Gathering:
         self._digests: dict[int, bytes] = {}
 
     def arrived(self, begin: int, end: int) -> None:
-        """Note that the object's bytes from number `begin` to before `end` are in the place. None
-        may arrive twice."""
+        """Note that bytes `begin` to `end` (exclusive) of the object are in the place. No byte may
+        arrive twice."""
         seam = self._chunk.header_bytes
         for number, segment in enumerate(self._chunk.segments):
             came = min(end - seam, segment.stop) - max(begin - seam, segment.start)
@@ -174,7 +174,7 @@ class Gathering:
                     self._digests[number] = digest
 
     def check(self, nbytes: int) -> Mismatch | None:
-        """Verify the object like `ChunkFormat.check`, when all of it has arrived."""
+        """Verify the object like `ChunkFormat.check`, after all of it has arrived."""
         if any(self._missing) or not self._chunk._fills(self._place, nbytes):
             return "length"
         header = bytes(self._place.header)
@@ -188,7 +188,7 @@ class Gathering:
 
 
 def difference(chunk: ChunkFormat, said: Header, block_hash: bytes) -> Mismatch | None:
-    """The first field in which a header names another object than that of `block_hash`."""
+    """The first header field that differs from those of the object of `block_hash`."""
     differences: tuple[tuple[Mismatch, bool], ...] = (
         ("namespace", said.namespace_digest != chunk.namespace_digest),
         ("coverage", said.coverage != chunk.coverage),
@@ -202,12 +202,12 @@ def difference(chunk: ChunkFormat, said: Header, block_hash: bytes) -> Mismatch 
 
 
 HOLE = b"?"
-"""Mark for the places of a template that differ between chunks. It occurs nowhere else in the JSON,
+"""Placeholder for the values that differ between chunks. It occurs nowhere else in the JSON,
 because `template` refuses names that contain it."""
 
 
 def segments_of(tensors: Sequence[TensorSpec], segment_bytes: int) -> tuple[range, ...]:
-    """The segments of at most so many bytes: of each, its bytes in the payload."""
+    """The segments of at most `segment_bytes`, as ranges of bytes in the payload."""
     segments: list[range] = []
     begin = 0
     for tensor in tensors:
@@ -225,7 +225,7 @@ def _header_text(chunk: ChunkFormat) -> str:
 
 
 def metadata_of(chunk: ChunkFormat) -> dict[str, str]:
-    """The metadata that the headers of both forms begin with, with a hole for the block hash."""
+    """The metadata at the start of the headers of both forms, with a hole for the block hash."""
     layers = {
         tensor.name: [[it.name, it.dtype, list(it.shape), it.order] for it in tensor.layers]
         for tensor in chunk.tensors
@@ -245,7 +245,7 @@ def metadata_of(chunk: ChunkFormat) -> dict[str, str]:
 
 
 def entries_of(tensors: Sequence[TensorSpec]) -> dict[str, Any]:
-    """The entries of tensors in a header of safetensors, by name."""
+    """The entries of tensors in a safetensors header, by name."""
     entries: dict[str, Any] = {}
     begin = 0
     for tensor in tensors:
@@ -260,7 +260,7 @@ def entries_of(tensors: Sequence[TensorSpec]) -> dict[str, Any]:
 
 
 def template(members: dict[str, Any], holes: int) -> str:
-    """The JSON of a header with so many holes. Raises `ValueError` if a name holds one."""
+    """The JSON of a header with `holes` holes. Raises `ValueError` if a name contains the mark."""
     text = to_json(members)
     if text.count(HOLE.decode()) != holes:
         raise ValueError("a name in this format holds a question mark")

@@ -1,10 +1,10 @@
 """Compression without loss of segments, by Blosc2: bytes by significance, then zstd at level 1.
 
-The exponents of KV carry little, and its mantissas all they can. With the bytes of all numbers
-grouped by their significance, bf16 shrinks to 0.69 or 0.70, which is nearly the entropy of these
-groups (decision 32). A compressed segment is one chunk of Blosc2's format 5, of one block: a header
-of 32 bytes, then the data. Writers write, and readers accept, no other header than `_header` gives,
-so that no object chooses the code that decodes it.
+The exponents of KV carry little information, and its mantissas cannot be compressed. With the bytes
+of all numbers grouped by significance, bf16 shrinks to 0.69 or 0.70, which is nearly the entropy of
+these groups (decision 32). A compressed segment is one chunk of Blosc2's format 5, of one block: a
+header of 32 bytes, then the data. Writers produce and readers accept only the header of `_header`,
+so no object chooses the code that decodes it.
 
 The package blosc2 is an optional extra. Its calls release the GIL, and run in any thread.
 """
@@ -25,14 +25,14 @@ NAME = "blosc2"
 REMEDY = "pip install 'vllm-s3kv[compression]'"
 NO_CODEC = f"the package blosc2 is missing: {REMEDY}"
 PLAIN_REASONS = ("fast_wire", "busy", "no_gain")
-"""Reasons for which an object that has a compressed form is uploaded plain: with `compress: auto`,
-the wire is too fast; no thread or no memory is free; it would not be shorter."""
+"""Reasons to upload an object plain although it has a compressed form: with `compress: auto`, the
+wire is too fast; no thread or no memory is free; it would not be shorter."""
 _HEADER = struct.Struct("<BBBBIII6sBB6sBB")
 _FORMAT, _ZSTD_FORMAT, _FLAGS = 5, 1, 0x85
 """Format 5 of a chunk; version 1 of zstd's streams; a chunk with the long header, by zstd."""
 _SHUFFLE, _ZSTD = 1, 5
 SEGMENT_BYTES = 2**20
-"""Length of a segment before it is encoded: what a hit waits for after its last byte."""
+"""Length of a segment before encoding. A hit waits for one to be decoded after its last byte."""
 
 
 class Codec(Protocol):
@@ -40,12 +40,12 @@ class Codec(Protocol):
     Pure; every call may be made in any thread, and holds the GIL for microseconds."""
 
     def encode(self, segment: memoryview, item_bytes: int) -> bytes | None:
-        """The segment compressed; None if that is not shorter, or the segment is no whole number of
-        items."""
+        """The segment compressed; None if that is not shorter, or if the segment is not a whole
+        number of items."""
 
     def decode(self, data: memoryview, target: memoryview, item_bytes: int) -> bool:
-        """Decode `data`, as `encode` made it of a segment of `len(target)` bytes, into `target`.
-        False if it is no such data; the content of `target` is undefined then. Writes to nothing
+        """Decode `data`, which `encode` made of a segment of `len(target)` bytes, into `target`.
+        False if it is not such data; the content of `target` is then undefined. Writes to nothing
         else, whatever the data."""
 
 
@@ -74,7 +74,7 @@ class Blosc2:
         return data if is_usual and len(data) < nbytes else None
 
     def decode(self, data: memoryview, target: memoryview, item_bytes: int) -> bool:
-        # Blosc2 believes the lengths in a header, and would write beyond the target.
+        # Blosc2 does not check the lengths in a header, and would write beyond the target.
         usual = _header(len(target), len(data), item_bytes)
         if len(target) % item_bytes or bytes(data[: _HEADER.size]) != usual:
             return False
@@ -96,8 +96,8 @@ def _header(nbytes: int, stored_bytes: int, item_bytes: int) -> bytes:
 
 @functools.cache
 def codec() -> Codec | None:
-    """The codec of this process; None if blosc2 is not installed, or a version whose chunks are of
-    another format. The first call imports it, which takes some tenths of a second."""
+    """The codec of this process; None if blosc2 is not installed, or if its version writes another
+    format. The first call imports it, which takes some tenths of a second."""
     try:
         found = Blosc2(importlib.import_module("blosc2"))
     except (ImportError, AttributeError):  # a version with other names
@@ -111,7 +111,7 @@ def codec() -> Codec | None:
 
 def decoding_speed(codec: Codec, clock: Callable[[], float]) -> float:
     """Bytes per second that one thread decodes: the best of three segments like those of KV in
-    bf16, half random, and half of them small numbers of few kinds. clock: in seconds."""
+    bf16: half random bytes, half small numbers with few values. clock: in seconds."""
     noise = hashlib.shake_128().digest(SEGMENT_BYTES)
     segment = bytearray(noise)
     kinds = bytes(9 - (n + 1).bit_length() for n in range(256))

@@ -1,24 +1,24 @@
 """Encrypted objects: objects of either form under AES-GCM, with names that reveal nothing.
 
-An encrypted object is a valid safetensors file with one tensor of bytes. Behind a header of fixed
-length are the segments of the object inside, each as nonce, ciphertext and tag of AES-256-GCM (NIST
+An encrypted object is a valid safetensors file with one tensor of bytes. After a header of fixed
+length come the segments of the inner object, each as nonce, ciphertext and tag of AES-256-GCM (NIST
 SP 800-38D):
 
     | header | nonce | segment 0 | tag | nonce | segment 1 | tag | …
 
-From a master key follow, by HKDF-SHA256 (RFC 5869), an id that the header shows, a key of names,
+HKDF-SHA256 (RFC 5869) derives from a master key an id, which the header contains, a key of names,
 and a key for each object:
 
-    name    HMAC-SHA256 of namespace and block hash, with the key of names; in the hash's place
+    name    HMAC-SHA256 of namespace and block hash with the key of names; replaces the hash
     key     HKDF over namespace, coverage, shard and block hash
 
-The block hash is in neither of them. vLLM computes it from the prompt up to the block, and from the
+Neither reveals the block hash. vLLM computes it from the prompt up to the block, and from the
 request's `cache_salt`. So the master key alone decrypts nothing: it takes prompt and salt as well.
 
 The associated data of a segment is its number and the object's length. With the key, they bind a
 segment to its place: after a move, a cut or a swap it does not decrypt. Nonces are random. A key
-encrypts the segments of one object, some thousands if it is written again and again, so that fewer
-than one in 10^20 objects has a nonce twice. Pure but for the nonces.
+encrypts the segments of one object, some thousands if it is written repeatedly, so fewer than one
+in 10^20 objects uses a nonce twice. Pure except for the nonces.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from s3kv.types import fastest_s
 
 MASTER_KEY_BYTES = 32
 SEGMENT_BYTES = 2**20
-"""Length of a segment, but for the last one."""
+"""Length of every segment except the last."""
 HEADER_BYTES = 256
-"""Length of the header. It fits the largest object of S3."""
+"""Length of the header, enough for S3's largest object."""
 REMEDY = "pip install 'vllm-s3kv[encryption]'"
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 _EXTRA_BYTES = _NONCE_BYTES + _TAG_BYTES
@@ -51,20 +51,20 @@ _ID_CONTEXT, _NAMES_CONTEXT, _OBJECT_CONTEXT = (
 
 
 def encrypted_bytes(nbytes: int) -> int:
-    """Length of the encrypted object around one of `nbytes`, at least 1."""
+    """Length of the encrypted form of an object of `nbytes`, at least 1."""
     return HEADER_BYTES + nbytes + _EXTRA_BYTES * -(-nbytes // SEGMENT_BYTES)
 
 
 def decrypted_bytes(nbytes: int) -> int | None:
-    """Inverse of `encrypted_bytes`; None for a length that no encrypted object has."""
+    """Inverse of `encrypted_bytes`; None for a length that it never returns."""
     segments = -(-(nbytes - HEADER_BYTES) // (SEGMENT_BYTES + _EXTRA_BYTES))
     plain = nbytes - HEADER_BYTES - _EXTRA_BYTES * segments
     return plain if plain > 0 and encrypted_bytes(plain) == nbytes else None
 
 
 def encrypted_range(bounds: range) -> range:
-    """The bytes of an encrypted object with these bytes of the object inside, and with the header,
-    if they begin at 0. `bounds` begins with a segment, and ends with one or with the object."""
+    """The bytes of an encrypted object that hold `bounds` of the inner object, and the header if
+    these begin at 0. `bounds` starts at a segment, and ends before one or with the object."""
     assert bounds.start % SEGMENT_BYTES == 0, bounds
     return range(encrypted_bytes(bounds.start) if bounds.start else 0, encrypted_bytes(bounds.stop))
 
@@ -81,7 +81,7 @@ class EncryptedForm:
         self._id, self._cipher = master_id, cipher
 
     def header(self, nbytes: int) -> bytes:
-        """The header of the encrypted object around one of `nbytes`."""
+        """The header of the encrypted form of an object of `nbytes`."""
         stored = encrypted_bytes(nbytes) - HEADER_BYTES
         metadata = {"s3kv.encrypted": "aes-256-gcm", "s3kv.key": self._id}
         tensor = {"dtype": "U8", "shape": [stored], "data_offsets": [0, stored]}
@@ -105,7 +105,7 @@ class EncryptedForm:
         self, stored: memoryview, target: memoryview | bytearray, number: int, object_bytes: int
     ) -> bool:
         """Decrypt segment `number`, as `encrypt` made it, into all of `target`. False if it is not
-        that segment of this object; the content of `target` is undefined then."""
+        that segment of this object; the content of `target` is then undefined."""
         nonce, said = bytes(stored[:_NONCE_BYTES]), _associated(number, object_bytes)
         try:
             self._cipher.decrypt_into(nonce, stored[_NONCE_BYTES:], said, target)
@@ -119,8 +119,8 @@ def _associated(number: int, object_bytes: int) -> bytes:
 
 
 def segments_in(bounds: range) -> Iterator[tuple[int, range, range]]:
-    """The segments of these bytes of an object, as for `encrypted_range`: of each its number, its
-    bytes from the first of them, and its stored bytes from the first of `encrypted_range`."""
+    """The segments within `bounds`, as for `encrypted_range`: for each its number, its bytes
+    relative to `bounds`, and its stored bytes relative to `encrypted_range`."""
     begin = encrypted_range(bounds).start
     for at in range(bounds.start, bounds.stop, SEGMENT_BYTES):
         end = min(at + SEGMENT_BYTES, bounds.stop)
@@ -131,7 +131,7 @@ def segments_in(bounds: range) -> Iterator[tuple[int, range, range]]:
 
 @dataclass(frozen=True, slots=True)
 class MasterKey:
-    """One master key. Its repr hides it. id: tells keys apart without revealing them."""
+    """One master key. Its repr hides it. id: identifies the key without revealing it."""
 
     secret: bytes = field(repr=False)
     id: str = field(init=False)
@@ -157,7 +157,7 @@ class MasterKey:
 class Keyring:
     """The master keys of an engine: the first one encrypts, all decrypt.
 
-    Raises `ValueError` for no keys, equal ones, or one of another length, and `ConfigError` if the
+    Raises `ValueError` for no keys, equal keys or keys of another length, and `ConfigError` if the
     package cryptography is missing.
     """
 
@@ -167,8 +167,8 @@ class Keyring:
         _cryptography()
         self.keys = tuple(map(MasterKey, secrets))
         self.forms = lru_cache(maxsize=1024)(self._forms)
-        """By key, the encrypted forms of the object, that of new objects first; none if the key is
-        not that of a plain or compressed object."""
+        """The encrypted forms of the object with this key, the one for new objects first; empty
+        unless the key is that of a plain or compressed object."""
 
     def _forms(self, key: str) -> tuple[EncryptedForm, ...]:
         address = keys.parse(key)

@@ -1,10 +1,10 @@
 """Compressed objects: the second form of an object of the format, shorter than the plain one.
 
 A compressed object is a valid safetensors file with one tensor of bytes: the stored segments, one
-behind the other. Its header lists their lengths, their digests, and those of the decoded segments,
+after the other. Its header lists their lengths, their digests, and those of the decoded segments,
 and describes the tensors that they decode to. A segment that does not shrink is stored as it is. A
-reader knows every byte of the header but these lists, and compares them all. An object to
-be encrypted is padded to one of few lengths, because its exact length would tell prompts apart.
+reader knows every byte of the header except these lists, and compares all the others. An object to
+be encrypted is padded to one of a few lengths: its exact length would tell prompts apart.
 
 An object is received at the end of its place, and decoded to the front of it, segment after
 segment, while the rest arrives:
@@ -13,9 +13,9 @@ segment, while the rest arrives:
     received            |header|seg 0|seg 1|seg 2| … arriving           |
     decoded          |segment 0    |segment 1    |
 
-No segment is stored longer than it is. So segment n, decoded, ends before segment n + 1 is stored,
-and destroys at most its own stored bytes, which are copied first where that is so. Nothing is read
-or written outside of the place, whatever the object says. Pure; see `codec`.
+No stored segment is longer than its decoded form. So decoded segment n ends before stored segment
+n + 1, and overwrites at most its own stored bytes, which are copied first if so. Nothing outside of
+the place is read or written, whatever the object contains. Pure; see `codec`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from s3kv.place import Place
 from s3kv.types import item_bytes
 
 LEAST_PAYLOAD_BYTES = 2**18
-"""Shortest payload that is compressed. A shorter one saves less time than a wake-up costs."""
+"""Shortest payload that is compressed. A shorter one would save less time than a wake-up costs."""
 _LENGTH_CHARS, _DECODED_CHARS = 6, 16
 _LENGTHS = 64
 """Number of lengths that padded objects of one format may have."""
@@ -63,20 +63,20 @@ _HEX = re.compile(rb"[0-9a-f]{6}")
 class Envelope:
     """The compressed form of the objects of one format.
 
-    `of` gives None for a format without it: its payload is too short, its objects are not digested,
-    or the header would be too long.
+    `of` returns None for a format without one: its payload is too short, its objects have no
+    digests, or the header would be too long.
     """
 
     def __init__(self, chunk: ChunkFormat) -> None:
         self.chunk = chunk
         self.segments = segments_of(chunk.tensors, SEGMENT_BYTES)
-        """By segment, its bytes in the decoded payload."""
+        """Bytes of each segment in the decoded payload."""
         self.item_bytes = tuple(
             max(item_bytes(spec.dtype) for spec in (tensor, *tensor.layers))
             for tensor in chunk.tensors
             for _ in segments_of([tensor], SEGMENT_BYTES)
         )
-        """By segment, the size of its numbers; of layers that differ, of the largest."""
+        """Item size of each segment; the largest if its layers differ."""
         self._texts = _header_text(chunk).encode("ascii").split(HOLE)
         widths = (_LENGTH_CHARS, _DECODED_CHARS, chunk.integrity.digest_chars)
         listed = sum((width + 1) * len(self.segments) - 1 for width in widths)
@@ -103,8 +103,8 @@ class Envelope:
         return ((self.header_bytes - 8).to_bytes(8, "little") + text).ljust(self.header_bytes)
 
     def listed(self, header: bytes, block_hash: bytes, nbytes: int) -> Segments | None:
-        """The segments in the header of an object of `nbytes`, which verifies none of them. None if
-        no such object has this header."""
+        """The segments that the header of an object of `nbytes` lists, unverified. None if no such
+        object has this header."""
         count, chars = len(self.segments), self.chunk.integrity.digest_chars
         at = 8 + len(self._texts[0]) + 2 * len(block_hash)
         lists: list[list[bytes]] = []
@@ -128,8 +128,8 @@ class Envelope:
         return segments if is_whole else None
 
     def _padding(self, nbytes: int) -> int:
-        """The padding before segments of `nbytes` that makes them a multiple of a 64th of the plain
-        payload."""
+        """The padding before segments of `nbytes` that rounds their sum up to a multiple of a 64th
+        of the plain payload."""
         unit = -(-self.chunk.payload_bytes // _LENGTHS)
         return -nbytes % max(1, unit)
 
@@ -142,9 +142,9 @@ class Envelope:
         *,
         is_padded: bool = False,
     ) -> list[bytes | memoryview] | None:
-        """The compressed object of the payload in `place`: header and segments, of which those that
-        do not shrink are views of the payload, and padding if `is_padded`. None if it would not be
-        shorter than the plain one, or `is_over`, which is called before each segment."""
+        """The compressed object of the payload in `place`: header, padding if `is_padded`, and
+        segments; those that do not shrink are views of the payload. None if it would not be shorter
+        than the plain object, or if `is_over`, which is called before each segment."""
         stored: list[bytes | memoryview] = []
         decoded: list[bytes] = []
         for segment, number_bytes in zip(self.segments, self.item_bytes, strict=True):
@@ -169,7 +169,7 @@ class Envelope:
 
 class Segments(NamedTuple):
     """The lists in a header. lengths: of the stored segments. decoded: digests of the decoded ones.
-    digests: of the stored ones, which cover this header with none of them in it. padding: bytes
+    digests: of the stored ones; they also cover this header without its digests. padding: bytes
     before the first one."""
 
     lengths: Sequence[int]
@@ -179,8 +179,8 @@ class Segments(NamedTuple):
 
 
 def _decoded_digest(segment: memoryview) -> bytes:
-    """The digest that finds a defect of the codec. Nobody can forge it who cannot forge the digest
-    of the stored segment."""
+    """The digest that detects a defect of the codec. Forging it takes a forged digest of the stored
+    segment."""
     return xxhash.xxh3_64_hexdigest(segment).encode()
 
 
@@ -204,10 +204,10 @@ class Decoding:
         self._plain = b""
         self._segments = Segments((), ())
         self._bounds: list[int] = []
-        """Where the stored segments end in the object."""
+        """Offsets of the stored segments in the object: the start of the first, and all ends."""
         self._done = 0
         self.reason: Mismatch | None = None
-        """Why it does not verify. Set once."""
+        """The reason why it does not verify. Set once."""
         self.wanted_bytes = min(envelope.header_bytes, nbytes)
         """Bytes of the object that must have arrived before `advance` has anything to do."""
 
@@ -270,7 +270,7 @@ class Decoding:
         self.wanted_bytes = self._bounds[min(number + 2, len(self._bounds) - 1)]
 
     def _refusal(self, header: bytes) -> Mismatch:
-        """The reason why no object has this header."""
+        """The reason why this header is not valid here."""
         try:
             said = read_header(memoryview(header), object_bytes=self._nbytes)
         except CodecError as error:

@@ -19,8 +19,8 @@ FORMAT_VERSION = "3"
 COMPRESSED_TENSOR = "segments"
 """The one tensor of a compressed object: its stored segments."""
 MAX_HEADER_BYTES = 2**20
-"""Longest header written or read, because a reader of an untrusted object needs a bound. A real
-model's is far shorter (about 100 bytes per layer)."""
+"""Longest header written or read; a reader of an untrusted object needs a bound. A real model's
+is far shorter (about 100 bytes per layer)."""
 MAX_DIMENSIONS = 16
 
 Mismatch = Literal[
@@ -39,16 +39,16 @@ Mismatch = Literal[
     "encryption",
 ]
 """Reasons why an object is not the requested one; the first that applies in this order is given.
-length: shorter or longer than the format's objects, or than its header says. header: no header of
-s3kv, or one that says the right things in other bytes. version: another version of this format.
+length: shorter or longer than the format's objects, or than its header states. header: not a header
+of s3kv, or one with the right fields in other bytes. version: another version of this format.
 namespace, coverage, shard, block_hash, blocks, tensors, algorithm: the object's header names
 another object. digest: the header names the right object, but the object is damaged or forged.
-codec: the object is compressed, and this process has nothing to decode it with; it may be right.
+codec: the object is compressed, and this process cannot decode it; the object may be valid.
 encryption: the object is encrypted, and does not decrypt: it was moved, damaged or forged."""
 
 
 class CodecError(S3KVError, ValueError):
-    """Bytes that are no object of this format; the message has the reason. Treat them as a miss."""
+    """Bytes that are not an object of this format; the message has the reason. Treat as a miss."""
 
     def __init__(self, message: str, refusal: Mismatch = "header") -> None:
         super().__init__(message)
@@ -59,8 +59,8 @@ class CodecError(S3KVError, ValueError):
 class Header:
     """An object's header as read, unverified.
 
-    tensors: those that the segments of a compressed object decode to. payload_bytes: of the object
-    as it is stored. codec: empty for a plain object.
+    tensors: for a compressed object, those of its decoded segments. payload_bytes: of the object
+    as stored. codec: empty for a plain object.
     """
 
     namespace_digest: str
@@ -106,8 +106,8 @@ class _TensorEntry(msgspec.Struct):
 def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Header:
     """Read the header of the object at the front of `buffer`; for tools and for error messages.
 
-    object_bytes: the object's length, so that a tool can read a header from the object's first
-    bytes; None: `len(buffer)`. Members may be in any order, and metadata may be unknown. Reads no
+    object_bytes: the object's length, for a tool that has only the first bytes of the object;
+    None: `len(buffer)`. Members may be in any order, and metadata may be unknown. Reads no
     more than `MAX_HEADER_BYTES`, and allocates in proportion to `buffer`. Raises `CodecError` for
     anything that is not a header of this version.
     """

@@ -1,7 +1,7 @@
 """Integrity modes (the setting `integrity`): an object's digest and its protection from forgery.
 
     xxh3          XXH3-128 of each segment. Finds accidents: a flipped bit, a lost tail. Anyone can
-                  compute it, so anyone who may write to the bucket can make an object that passes.
+                  compute it, so anyone with write access to the bucket can forge a valid object.
     blake3-keyed  BLAKE3 with a secret key over the header, the segment's number and the segment.
                   Without the secret, no object that passes can be made, not even from other such
                   objects: the header names its chunk, rank and namespace.

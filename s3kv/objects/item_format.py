@@ -3,8 +3,8 @@
 An item is an encoder's output for one image or clip: a tensor [rows, width], one row for each token
 it represents. It is written like a chunk (`codec`), with the tensor `TENSOR` and the shard `SHARD`.
 A reader knows the rows from the prompt and the dtype from the model. It takes the width from the
-object's length, because rows x width x item size is all that follows the header. So every byte of
-an item's header is known, too, before it is compared.
+object's length, because only rows x width x item size bytes follow the header. So every byte of an
+item's header, too, is known before the header is compared.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SHARD = WHOLE
 MAX_ITEM_BYTES = 64 * 2**20
 """Length of the largest encoder output that is saved or fetched."""
 HEADER_BYTES = 4096
-"""Length of every item's header. One tensor's description and the digests of `MAX_ITEM_BYTES` never
-need a second page."""
+"""Length of every item's header: one tensor's description and the digests of `MAX_ITEM_BYTES` fit
+into one page."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemFormat:
     """Format of one item, as known before the item is fetched.
 
-    dtype: safetensors name. shape: its `nbytes` is the object's length, for a fetch the maximum.
+    dtype: safetensors name. shape: its `nbytes` is the object's length, or the maximum for a fetch.
     """
 
     namespace_digest: str
@@ -45,11 +45,11 @@ class ItemFormat:
 
     @property
     def object_bytes(self) -> int:
-        """Length of the object; for a fetch, of the room for it."""
+        """Length of the object; the length of the memory for it if this is a fetch."""
         return self.shape.nbytes
 
     def seal(self, place: Place, block_hash: bytes) -> None:
-        """Write the header like `ChunkFormat.seal`. Raises `ValueError`, too, if `shape` is not a
+        """Write the header like `ChunkFormat.seal`. Also raises `ValueError` if `shape` is not a
         whole number of rows of equal width."""
         exact = self._exact(self.shape.nbytes)
         if exact is None:
@@ -81,5 +81,5 @@ def width_of(dtype: str, rows: int, nbytes: int) -> int | None:
 
 @lru_cache(maxsize=1024)
 def object_bytes(dtype: str, rows: int, width: int) -> int:
-    """Length of the object of such an item."""
+    """Length of the object of an item of this dtype and shape."""
     return HEADER_BYTES + rows * width * item_bytes(dtype)

@@ -10,9 +10,9 @@
 hash: hashes are uniform, so the store can split the namespace into partitions right after the
 digest, and a tool can walk it in 256 parallel listings. All shards and coverages of one block hash
 are neighbours. The name of an encrypted object is computed from the hash
-(`encryption`). A shard says which KV heads and layers an object holds; the empty objects under
+(`encryption`). A shard names the KV heads and layers an object holds; the empty objects under
 `shapes/` list the shards of a namespace. A change here orphans every object already written; the
-golden tests make sure that it is a decision.
+golden tests make sure that it is deliberate.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LAYOUT = "v3"
 WHOLE = "whole"
 """The shard of an object that is not divided among ranks: an item, or a block of the library."""
 DIGEST_CHARS = 32
-"""128 bits of the SHA-256: a collision between two models' namespaces stays out of reach."""
+"""128 bits of the SHA-256: a collision of two models' namespaces is out of reach."""
 MAX_HASH_BYTES = 64
 """Longest block hash accepted; vLLM's are 16 (xxh3) or 32 (SHA-256) bytes."""
 
 
 def checked_key(group: int, content_hash: object) -> ChunkKey:
-    """The key for a hash given by a caller. A subclass of `bytes`, as numpy's, becomes `bytes`,
-    because no message carries it. Raises `TypeError` for another type (a bytearray or memoryview
+    """The key for a hash from a caller. A subclass of `bytes`, as numpy's, is converted to `bytes`,
+    because messages cannot carry it. Raises `TypeError` for another type (a bytearray or memoryview
     may change later), and `ValueError` for a wrong length."""
     if not isinstance(content_hash, bytes):
         kind = type(content_hash).__name__
@@ -75,8 +75,8 @@ def shard_name(
     """The shard of one rank: which KV heads and layers it holds, as in "h0-3of8-l0-15of32".
 
     heads: on one rank. total_heads: of the model, 1 for MLA. layers: the rank's, of `total_layers`.
-    replicas: number of consecutive ranks whose KV is known to be equal. They have one name. Others
-    that hold the same heads have names that differ, and end in "-r{n}of{m}".
+    replicas: number of consecutive ranks whose KV is known to be equal; they share one name. Other
+    ranks that hold the same heads have different names, which end in "-r{n}of{m}".
     """
     same_heads = max(1, heads * tp_size // total_heads)
     copies, odd = divmod(same_heads, replicas)
@@ -135,7 +135,7 @@ class Namespace:
 
     @property
     def root(self) -> str:
-        """Prefix of every key of this namespace; ends with a slash, so that it can be listed."""
+        """Prefix of every key of this namespace; ends with a slash, for listings."""
         return f"{self.prefix}/{LAYOUT}/{self.digest}/"
 
     @property
@@ -176,7 +176,7 @@ def _checked(shard: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAddress:
-    """The parts of a chunk's key. is_encrypted: the block hash is a name instead."""
+    """The parts of a chunk's key. is_encrypted: `block_hash` is the name of an encrypted object."""
 
     namespace: Namespace
     key: ChunkKey
@@ -201,7 +201,7 @@ def parse_sign(key: str) -> Namespace | None:
 
 
 def cleaner(prefix: str) -> str:
-    """Key of the lease of the process that keeps everything under `prefix` to its budget."""
+    """Key of the lease of the cleaner, which keeps everything under `prefix` to its budget."""
     return f"{all_namespaces(prefix)}cleaner.json"
 
 

@@ -14,8 +14,8 @@ _MAX_NAME_CHARS = 1000
 
 
 def leaves(text: bytes) -> dict[str, str] | None:
-    """Every leaf of a manifest: dotted name to JSON. None if `text` is not a JSON object: anybody
-    who may write to the bucket may have written it."""
+    """Every leaf of a manifest: dotted name to JSON. None if `text` is not a JSON object: anyone
+    with write access to the bucket may have written it."""
     try:
         tree = json.loads(text)
         return _flat(tree, "", {}) if isinstance(tree, Mapping) else None

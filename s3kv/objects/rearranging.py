@@ -1,9 +1,9 @@
-"""Rearranging: a rank's chunk out of the objects of ranks that hold other heads and layers of it.
+"""Rearranging: a rank's chunk from the objects of ranks that hold other heads and layers of it.
 
-A page lies in an object as it does in memory, and its dimensions are in one order in all of a
-namespace. So another rank's object differs in the number of heads of every page and in the layers
-of every block, and in nothing else. `format_of` says what that object looks like to the byte;
-`Rearrangement` says which bytes go where. Pure.
+A page has the same layout in an object as in memory, and its dimensions have one order in the whole
+namespace. So another rank's object differs only in the number of heads of every page and in the
+layers of every block. `format_of` derives the exact format of that object; `Rearrangement` maps
+its bytes to those of the rank's own. Pure.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Pages:
     """Features that all pages of a namespace have in common.
 
     order: the dimensions of a page from the slowest to the fastest in memory, "HNC" or "NHC": heads
-        (H), tokens (N), content of a token (C). With one head, a rank's layout does not show it.
+        (H), tokens (N), content of a token (C). The layout of a rank with one head hides it.
     layer: name of a layer, with "{}" for its number in the model; empty if the layers do not follow
-        such a pattern. Then no rank knows the layers of another pipeline stage.
+        such a pattern. No rank then knows the layers of another pipeline stage.
     """
 
     order: str
@@ -38,13 +38,12 @@ class Pages:
 
 def order_of(order: str, heads: int) -> str:
     """The order of a page's dimensions as an object names it: a dimension of one element comes
-    first, because it has no place in memory."""
+    first, because its place in memory is arbitrary."""
     return "H" + order.replace("H", "") if heads == 1 else order
 
 
 def is_page(layer: TensorSpec, heads: int, order: str) -> bool:
-    """Whether a layer is a page of so many heads, in this order, that can be taken apart by
-    heads."""
+    """Whether a layer is a page with `heads` heads in this order, and can be split by heads."""
     named = layer.order.removeprefix(_KERNEL_BLOCKS)
     sizes = dict(zip(layer.order, layer.shape, strict=False))
     return (
@@ -59,8 +58,8 @@ def is_page(layer: TensorSpec, heads: int, order: str) -> bool:
 
 
 def format_of(own: ChunkFormat, wanted: Shard, other: Shard, pages: Pages) -> ChunkFormat | None:
-    """The format of the objects that hold `other`, of the rank whose objects of `own` hold
-    `wanted`. None if it is not known."""
+    """The format of the objects of shard `other`, for the rank whose objects of shard `wanted` have
+    the format `own`. None if it is not known."""
     tensors: list[TensorSpec] = []
     for part in own.tensors:
         layers = part.layers
@@ -76,13 +75,13 @@ def format_of(own: ChunkFormat, wanted: Shard, other: Shard, pages: Pages) -> Ch
         tensors.append(TensorSpec.of_layers(part.name, part.shape[0], resized))
     try:
         return replace(own, tensors=tuple(tensors), shard=other.name)
-    except ValueError:  # its header would be too long, so nobody has written it
+    except ValueError:  # its header would be too long, so no such object exists
         return None
 
 
 def follows(layers: Sequence[TensorSpec], numbers: range) -> str:
-    """The name of a layer with "{}" for its number, if these layers are alike and are those of the
-    numbers in their order; otherwise empty."""
+    """The name of a layer with "{}" for its number, if these layers are alike and have these
+    numbers in order; otherwise empty."""
     first = layers[0].name.split(".")
     for place, part in enumerate(first):
         if part == str(numbers[0]):
@@ -108,7 +107,7 @@ def _with_heads(layer: TensorSpec, heads: int, order: str) -> TensorSpec:
 @dataclass(frozen=True, slots=True)
 class Run:
     """`nbytes` bytes of a block, at `begin` in the payload of the rank's own object, and at
-    `source` in the other's."""
+    `source` in that of the other object."""
 
     begin: int
     source: int
@@ -126,7 +125,7 @@ class _PartRuns:
 
 
 class Rearrangement:
-    """The bytes that a rank takes of the objects of another shard, and their places in its own.
+    """The bytes that a rank takes from objects of another shard, and their places in its own.
 
     own, wanted: format and shard of the rank. other: of the objects it reads, by `format_of`.
     """
@@ -156,7 +155,7 @@ class Rearrangement:
                 yield range(begin, begin + run.nbytes)
 
     def apply(self, source: Place, target: Place) -> None:
-        """Copy the rank's bytes of the object in `source` to where they belong in its own."""
+        """Copy the rank's bytes from the object in `source` to their places in that in `target`."""
         theirs, own = source.payload, target.payload
         for part in self._parts:
             for block in range(part.blocks):
@@ -169,8 +168,8 @@ class Rearrangement:
 def rearrangements(
     own: ChunkFormat, wanted: Shard, cover: Sequence[Shard], pages: Pages
 ) -> list[Rearrangement] | None:
-    """The bytes that a rank takes of each shard of a cover; None unless they are its payload, each
-    once."""
+    """The bytes that a rank takes from each shard of a cover; None unless they make up its payload,
+    each byte once."""
     found: list[Rearrangement] = []
     for shard in cover:
         other = format_of(own, wanted, shard, pages)
@@ -217,7 +216,7 @@ def _runs(
 
 
 def _joined(runs: Iterator[Run]) -> Iterator[Run]:
-    """The same, with neighbours in both objects as one run."""
+    """The same runs; those adjacent in both objects are joined."""
     last: Run | None = None
     for run in runs:
         if last is None:

@@ -1,8 +1,8 @@
 """Shards: the KV heads and layers that one rank holds of a chunk, and how shards cover each other.
 
 An object holds the shard of one rank. Ranks of another tensor- or pipeline-parallel size have other
-shards of the same chunk, and a set of those may hold all of a rank's KV: one that is larger, or
-several that are smaller. Pure.
+shards of the same chunk, and a set of those may hold all of a rank's KV: one larger shard, or
+several smaller ones. Pure.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _NAME = re.compile(
     rf"(?:-r{_NUMBER}of{_NUMBER})?"
 )
 MOST_COVERS = 4
-"""Most sets of shards asked for a chunk. A namespace of more shapes than this is rare, and every
-set costs a request where the chunk is not in the bucket."""
+"""Most sets of shards tried for a chunk. Few namespaces have more shapes than this, and every set
+costs a request if the chunk is not in the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of KV heads and a range of layers, of so many.
+    """A range of KV heads and a range of layers, with the total numbers of both.
 
     copy, copies: the number of this shard among those of ranks that hold the same heads and may
-        differ; 0 of 1 where there is one.
+        differ; 0 of 1 if there is only one.
     """
 
     heads: range
@@ -48,7 +48,7 @@ class Shard:
 
     @classmethod
     def parse(cls, name: str) -> Shard | None:
-        """Inverse of `name`; None for a text that is no such name."""
+        """Inverse of `name`; None for a text that is not such a name."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -61,10 +61,10 @@ class Shard:
 
 
 def covers(wanted: Shard, shards: Iterable[Shard]) -> list[tuple[Shard, ...]]:
-    """The sets of other shards that together hold all of `wanted`, those with the fewest shards
-    first, and at most `MOST_COVERS`.
+    """The sets of other shards that together hold all of `wanted`: at most `MOST_COVERS`, those
+    with the fewest shards first.
 
-    The shards of a set have one number of heads and do not overlap. Of copies, the first is taken.
+    The shards of a set have equal numbers of heads and do not overlap. The first copy is taken.
     """
     others = {
         shard
@@ -99,8 +99,8 @@ def _overlap(one: range, other: range) -> bool:
 
 
 def _chains(wanted: range, ranges: Iterable[range]) -> Iterator[list[range]]:
-    """Ranges that follow each other without a gap or an overlap, from the one with the first of
-    `wanted` to the one with the last. At most a hundred are tried."""
+    """Ranges without gaps or overlaps between them, from one with the first of `wanted` to one with
+    the last. At most a hundred are tried."""
     ordered = sorted(ranges, key=lambda r: (r.start, r.stop))
     begun = [[r] for r in ordered if wanted.start in r]
     for _ in range(100):

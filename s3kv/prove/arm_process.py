@@ -1,4 +1,4 @@
-"""Driver of an arm's process: starts it, sends commands, and kills it with all it started."""
+"""Driver of an arm's process: starts it, sends commands, and kills it with all its descendants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from s3kv.errors import S3KVError
 
 START_TIMEOUT_S = 3_600.0
-"""A large model is downloaded, loaded and compiled in this time."""
+"""Time enough to download, load and compile a large model."""
 ANSWER_TIMEOUT_S = 600.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LOG_LINES = 25
@@ -29,10 +29,10 @@ class ArmFailed(S3KVError):
 
 
 class ArmProcess:
-    """The process of one arm, the first of a session of its own. A context manager; not
-    thread-safe. Methods raise `ArmFailed`.
+    """The process of one arm, the leader of its own session. A context manager; not thread-safe.
+    Methods raise `ArmFailed`.
 
-    log: file for everything the engine prints. module: run as the process.
+    log: file for all output of the engine. module: run as the process.
     """
 
     module = "s3kv.prove.engine"
@@ -69,11 +69,11 @@ class ArmProcess:
             self._kill()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The only answer to a command."""
+        """The answer to a command that has only one."""
         return next(self.answers(do, **arguments))
 
     def answers(self, do: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """The answers to a command, without an end: the caller knows how many come."""
+        """An endless iterator over the answers to a command: the caller knows how many come."""
         self._write({"do": do, **arguments})
         while True:
             yield self._answer(ANSWER_TIMEOUT_S)
@@ -119,7 +119,7 @@ class ArmProcess:
         return ArmFailed("\n".join([f"{why}; the end of its log:", *lines]))
 
     def _kill(self) -> None:
-        """Kill every process of the arm. Those that have begun a group of their own, too."""
+        """Kill every process of the arm, also those in process groups of their own."""
         for pid in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """The process of an arm's engine: `python -m s3kv.prove.engine`, driven over its stdin and stdout.
 
-The first line of stdin is the settings. Every further line is a command, and answers are lines of
-JSON. What anything prints goes to stderr, the log. The end of stdin means that the driver is gone:
-the process group is killed. It is the one module beside the connectors that imports vLLM.
+The first line of stdin has the settings. Every further line is a command, and answers are lines of
+JSON. All other output goes to stderr, the log. The end of stdin means that the driver is gone: the
+process group is killed. This is the only module besides the connectors that imports vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from s3kv.prove.prompts import make_prompts
 
 Message = dict[str, Any]
 LOGPROBS = 5
-"""Candidates whose logprobs are reported at each position, besides the token taken."""
+"""Candidates whose logprobs are reported at each position, besides the sampled token."""
 _PATIENCE_S = 60.0
 
 
@@ -68,7 +68,7 @@ class ArmEngine:
         yield {"counters": counters()}
 
     def reset(self) -> Iterator[Message]:
-        """Empty the engine's own prefix cache. It refuses while saves hold blocks."""
+        """Empty the engine's own prefix cache, which vLLM refuses while saves hold blocks."""
         deadline = time.monotonic() + _PATIENCE_S
         while not (done := self._engine.reset_prefix_cache()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -93,7 +93,7 @@ class ArmEngine:
             for last in outputs:
                 if ttft_s is None and last.outputs[0].token_ids:
                     ttft_s = time.monotonic() - start
-            # With VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine is here: no spinning while it waits.
+            # With VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine runs here: do not spin while waiting.
             time.sleep(0.0 if outputs else 0.001)
         answer = last.outputs[0]
         return {
@@ -124,7 +124,7 @@ def counters() -> dict[str, float]:
 
 
 def _read(commands: queue.Queue[Message]) -> None:
-    """A thread, so that the end of stdin is noticed while the engine computes."""
+    """Read commands in a thread, to detect the end of stdin while the engine computes."""
     for line in sys.stdin:
         commands.put(json.loads(line))
     os.killpg(0, signal.SIGKILL)
@@ -151,7 +151,7 @@ def _answer(answers: TextIO, answer: Message) -> None:
 
 
 def run() -> None:
-    """Serve commands on stdout, and send to stderr what others print there."""
+    """Serve commands on stdout, and redirect all other output from there to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     main(answers)

@@ -20,9 +20,9 @@ An arm is judged against the arm that computed or found the same tokens in the s
     the planted code found in one arm alone, otherwise                               wrong
     an answer that is missing, or did not end by its length                          failed
 
-A *near tie*: each arm prefers its own token by at most `NEAR_TIE` there. The *move* of a prompt is
+A *near tie*: each arm prefers its own token there by at most `NEAR_TIE`. The *move* of a prompt is
 the mean absolute difference of the logprobs of the candidates that both arms report, over the
-positions with the same tokens before them. It is infinite if one of these is NaN.
+positions whose preceding tokens are equal. It is infinite if one of these is NaN.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ NEAR_TIE = 0.5
 """Nats. A bf16 logit of 16 to 32 has steps of 1/8: two steps for each of the two candidates. Of two
 runs of one engine with other shapes, single logprobs differ by up to 0.3."""
 LEAST_MOVE = 0.02
-"""Nats. The margin of a move is never lower: an engine with atomics repeats itself no better."""
+"""Nats. The least margin of a move: an engine with atomics is no more repeatable than this."""
 NOISE_FACTOR = 2.0
 """The margin of a move, in multiples of the noise: the largest move between `off` and `engine`,
-which share no cache of ours. A prompt is an average of some hundred logprobs, so that the moves of
-equal arms differ less than this."""
+which share no cache of ours. A move averages some hundred logprobs, so moves of equal arms differ
+by less than this factor."""
 OTHER_SHAPE_MOVE = 0.15
-"""Nats. The least margin of an answer whose prompt was served to another length than in the arm it
-is compared with: the rest is computed in another shape, and bf16 rounds otherwise. Equal arms of a
+"""Nats. The least margin of an answer if another length of its prompt was served than in its
+reference: the rest is computed in another shape, and bf16 rounds differently. Equal arms of a
 135M model then move by 0.04 to 0.08."""
 MOST_NOISE = 0.25
-"""Nats. With a larger noise the engine is no measure: its own prefix cache changes the answers."""
+"""Nats. With more noise the engine is no reference: its own prefix cache changes the answers."""
 LEAST_SHARE = 0.5
-"""Part of the prompt tokens that an arm must be served, to have tested anything."""
+"""Share of the prompt tokens that an arm must be served for the test to count."""
 LATE_FACTOR = 5.0
-"""TTFT in `away`, in multiples of that in `off`, beside the longest wait of a request."""
+"""Limit of TTFT in `away`, in multiples of that in `off`, plus the longest wait of a request."""
 
 REFERENCES: Mapping[str, str] = {
     "engine": "off",
@@ -65,8 +65,8 @@ LOADING = ("host", "restart", "tp")
 
 @dataclass(frozen=True, slots=True)
 class ArmAnswer:
-    """The answer to one prompt. logprobs: of each position, those of the candidates by token.
-    found: whether the planted code is in it. complete: whether it ended by its length.
+    """The answer to one prompt. logprobs: for each position, those of the candidates by token.
+    found: whether it contains the planted code. complete: whether it ended by its length.
     cached_tokens: prompt tokens that were served, not computed."""
 
     tokens: Sequence[int]
@@ -81,7 +81,7 @@ class ArmAnswer:
 class ArmFacts:
     """Facts of one arm, of its last pass. engine_tokens, connector_tokens: prompt tokens that the
     engine's prefix cache and the connector served. bucket_bytes: fetched and verified; None:
-    unknown. error: why it ended early; empty if it did not. counters: growth of the engine's
+    unknown. error: why it ended early; empty if it did not. counters: increases of the engine's
     counters. cpu_s: of all processes of the arm."""
 
     answers: Sequence[ArmAnswer] = ()
@@ -96,9 +96,9 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One answer beside its reference. diverged: the first position with another token; None if
-    there is none. gap: the larger of both arms' preferences for its own token there, in nats;
-    infinite if an arm does not even list the other's token. move: as above."""
+    """One answer compared with its reference. diverged: the first position with another token; None
+    if there is none. gap: the larger of both arms' preferences for its own token there, in nats;
+    infinite if an arm does not list the other's token. move: see the module."""
 
     diverged: int | None
     gap: float
@@ -147,13 +147,13 @@ def compare(answer: ArmAnswer, reference: ArmAnswer) -> Comparison:
         known = other in mine and own in theirs
         gap = max(mine[own] - mine[other], theirs[other] - theirs[own]) if known else math.inf
     move = fmean(moves) if moves else math.inf
-    if math.isnan(move):  # which no comparison finds beyond a margin
+    if math.isnan(move):  # NaN never exceeds a margin
         gap = move = math.inf
     return Comparison(diverged, gap, move)
 
 
 def judge(arms: Mapping[str, ArmFacts], longest_wait_s: float, *, empty: bool = True) -> Judgement:
-    """Judge the arms, of which `off` and `engine` are there. longest_wait_s: of a request for the
+    """Judge the arms, which include `off` and `engine`. longest_wait_s: of a request for the
     bucket. empty: whether the connector had nothing stored when `cold` began."""
     compared = {
         name: [*map(compare, facts.answers, arms[REFERENCES[name]].answers)]
@@ -177,7 +177,7 @@ def judge(arms: Mapping[str, ArmFacts], longest_wait_s: float, *, empty: bool = 
 
 
 def _failures(name: str, facts: ArmFacts, *, empty: bool) -> Iterator[str]:
-    """Reasons for which an arm did not do what its name says."""
+    """Reasons why an arm did not do what its name promises."""
     if facts.error:
         yield facts.error
         return

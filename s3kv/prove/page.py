@@ -1,4 +1,4 @@
-"""HTML page of a report: one file with style and charts, and nothing from elsewhere. Pure."""
+"""HTML page of a report: one file with style and charts, and no external resources. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ svg text{font:12px system-ui,sans-serif;fill:#1b1f24}
 _COLOURS = ("#1f6feb", "#8250df", "#d0d7de")
 _WIDTH, _LEFT, _BAR, _GAP = 760, 90, 18, 10
 Bars = Sequence[tuple[str, Sequence[float]]]
-"""Of each arm: its name, and the lengths of its bars."""
+"""For each arm, its name and the lengths of its bars."""
 
 COLUMNS = (
     *("arm", "codes found", "same tokens", "logprobs moved", "TTFT p50", "TTFT p95", "served by"),

@@ -1,10 +1,9 @@
-"""Prompts of a proof: long made-up documents with a planted code each, which the prompt asks for at
+"""Prompts of a proof: long invented documents, each with a planted code that the prompt requests at
 its end. Pure: the same seed and tokenizer give the same prompts.
 
-A prompt ends a few tokens behind a multiple of `BOUNDARY_TOKENS`. The prefix that a cache can serve
-then has the same length whatever the cache's unit is, as far as that divides the boundary. So an
-arm that is served computes the same tokens in the same shape as another that is served, and their
-logprobs can be compared closely.
+A prompt ends a few tokens after a multiple of `BOUNDARY_TOKENS`. The prefix that a cache can serve
+then has the same length for every cache unit that divides the boundary. So all arms that are served
+compute the same tokens in the same shape, and their logprobs can be compared closely.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import cycle, islice
 
 BOUNDARY_TOKENS = 256
 TAIL_TOKENS = 8
-"""Tokens behind the last boundary: fewer than a block of vLLM has."""
+"""Tokens after the last boundary: fewer than a vLLM block has."""
 LEAST_TOKENS = 2 * BOUNDARY_TOKENS + TAIL_TOKENS
 """The shortest prompt: one boundary would leave no room for a depth."""
 LENGTHS = (1.0, 0.5, 0.75, 0.25)
@@ -24,7 +23,7 @@ LENGTHS = (1.0, 0.5, 0.75, 0.25)
 DEPTHS = (0.1, 0.85, 0.35, 0.6)
 """Depths of the planted codes as parts of the document, in turn."""
 _SHARING = 4
-"""Every so many prompts, one begins with half of the prompt before it."""
+"""One of so many prompts begins with half of the prompt before it."""
 
 _WHO = ("keeper", "miller", "pilot", "weaver", "clerk", "gardener", "sailor", "printer", "mason")
 _DID = ("painted", "counted", "mended", "carried", "measured", "described", "sold", "washed")
@@ -36,8 +35,8 @@ _WHEN = ("before noon", "in the evening", "on a Monday", "after the rain", "in s
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. code: the digits that are planted, and asked for. depth: their place in the
-    document, from 0 to 1."""
+    """One prompt. code: the planted digits that it requests. depth: their place in the document,
+    from 0 to 1."""
 
     tokens: list[int]
     code: str
@@ -74,7 +73,7 @@ def _prompt(
     first: list[int],
     draw: random.Random,
 ) -> Prompt:
-    """A prompt of `length` tokens that begins with `first`, which may hold a code of its own."""
+    """A prompt of `length` tokens that begins with `first`, which may contain its own code."""
     subject = f"{draw.choice(_HOW)} {draw.choice(_WHAT)} of the {draw.choice(_WHO)}"
     code = str(draw.randrange(10_000, 100_000))
     needle = encode(f" The code of the {subject} is {code}.")

@@ -1,6 +1,6 @@
-"""Report of a proof: one document out of the arms' facts and the judgement. Pure.
+"""Report of a proof: one document from the arms' facts and the judgement. Pure.
 
-It is what `--json` writes; the terminal and the HTML page show it.
+`--json` writes it; the terminal and the HTML page show it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def document(
 
 
 def margins_text(report: Mapping[str, Any]) -> str:
-    """The sentence on the margins, for the page."""
+    """The sentence about the margins, for the page and the terminal."""
     margins = report["margins"]
     return (
         f"Margins, in nats: a near tie is a preference of at most {margins['near_tie']}; logprobs "
@@ -98,6 +98,6 @@ def _row(facts: judge.ArmFacts, comparisons: Sequence[judge.Comparison]) -> dict
 
 
 def _percentile(facts: judge.ArmFacts, percent: int) -> float:
-    """Of the TTFT, in milliseconds, by the nearest rank; 0 without answers."""
+    """A percentile of the TTFT, in milliseconds, by the nearest rank; 0 without answers."""
     times = sorted(answer.ttft_s * 1e3 for answer in facts.answers)
     return round(times[ceil(len(times) * percent / 100) - 1], 1) if times else 0.0

@@ -5,10 +5,10 @@
     {disk_path}/used         the bytes of all files; its lock guards it
     {disk_path}/cleaning     the lock of the process that deletes files
 
-A file is the object as it is in the bucket. It is written under another name and renamed, so a file
-with an object's name is whole, unless the machine has lost power: nothing is synced, because
-readers verify. The kernel drops the locks of a process that dies. Its unfinished file is then
-without a lock, and is deleted; the bytes that it had reserved count until the next scan.
+A file holds the object as the bucket has it. It is written under another name and renamed, so a
+file with an object's name is complete unless the machine lost power: nothing is synced, because
+readers verify. The kernel releases the locks of a process that dies. Its unfinished file is then
+unlocked and gets deleted; the bytes that it reserved count until the next scan.
 
 All methods block, and may be called in any thread and by several at once. They raise `OSError`.
 """
@@ -33,13 +33,13 @@ from s3kv.place import Place, copy_bytes
 _log = logging.getLogger("s3kv.io")
 
 PIECE_BYTES = 2**20
-"""Bytes read or written before the next look at whether they are still wanted."""
+"""Bytes read or written between two checks whether the result is still wanted."""
 _FREE_SHARE = 0.05
 _MOST_FREE_BYTES = 10 * 2**30
-"""Part of the file system that stays free, and the most of it: others write there, too."""
+"""Share of the file system that stays free, and its upper limit: other programs write there."""
 _LOCK_TRIES = 400
 _LOCK_PAUSE_S = 0.005
-"""A file system that writes back much may take a second for one call under the lock."""
+"""A file system under heavy write-back may take a second for one call under the lock."""
 _OBJECTS = "v3"
 """The folder of all objects: `objects.keys.LAYOUT`, which no store imports."""
 _FOLDERS = _OBJECTS, "writing"
@@ -50,9 +50,9 @@ Lock = contextlib.AbstractContextManager[Any]
 NO_LOCK: Lock = contextlib.nullcontext()
 
 Written = Literal["written", "there", "full", "over"]
-"""What a write has come to: it is done; the object was there; there is no room; nobody wants it."""
+"""Result of a write: done; the object existed; there is no room; the result is not wanted."""
 IsOver = Callable[[], bool]
-"""Whether nobody wants the result any more. Called in the thread that reads or writes."""
+"""Whether the result is no longer wanted. Called in the thread that reads or writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class File:
 
 
 class Directory:
-    """The files of one directory. prefix: of the keys, which the names of files leave out.
+    """The files of one directory. prefix: of the keys; file names leave it out.
 
-    most_bytes: budget of all files, reserved before each is written. Every process that shares the
-    directory enforces its own; give all the same.
+    most_bytes: budget of all files; a file's bytes are reserved before it is written. Every process
+    that shares the directory enforces its own value; give all the same.
     """
 
     def __init__(self, path: Path, prefix: str, most_bytes: int) -> None:
@@ -76,9 +76,9 @@ class Directory:
 
     @classmethod
     def open(cls, path: str, prefix: str, most_bytes: int) -> Directory:
-        """The directory of the setting `disk_path`, made if it is missing. Raises `ConfigError` if
-        it is none, or others than this user could write to it. A disk that fails raises nothing: it
-        may work again later, and its engine has to start."""
+        """The setting `disk_path` as a directory, created if missing. Raises `ConfigError` if it is
+        not a directory, or if other users own it or can write to it. A failing disk raises nothing:
+        it may work again later, and its engine has to start."""
         directory = cls(Path(path), prefix, most_bytes)
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
@@ -111,9 +111,9 @@ class Directory:
         return nbytes
 
     def read(self, key: str, place: Place, is_over: IsOver, lock: Lock = NO_LOCK) -> int | None:
-        """Read an object into the front of `place`, and note its use. Returns its length, which may
-        exceed the place; None if there is no such file, or `is_over`. Nothing writes to `place`
-        afterwards. lock: held for each look at `is_over` and the writing to `place` that follows;
+        """Read an object into the front of `place`, and record its use. Returns its length, which
+        may exceed the place; None if there is no such file, or `is_over`. Nothing writes to `place`
+        afterwards. lock: held for each check of `is_over` and the write to `place` that follows;
         not while the disk is read, which may hang."""
         path = self.file_of(key)
         try:
@@ -175,14 +175,14 @@ class Directory:
     def used_bytes(self) -> int | None:
         """The bytes of all files, with those reserved for writers; None before the first scan.
 
-        Makes deleted folders anew, but not the directory: its disk may be unmounted.
+        Recreates deleted folders, but not the directory: its disk may be unmounted.
         """
         self._make_folders()
         with self._locked() as fd:
             return _read_used(fd)
 
     def missing_bytes(self) -> int:
-        """Free bytes that the file system lacks; 0 if it has enough of them."""
+        """Bytes by which the file system's free space is too small; 0 if it is large enough."""
         status = os.statvfs(self.path)
         wanted = min(_MOST_FREE_BYTES, int(_FREE_SHARE * status.f_blocks * status.f_frsize))
         return max(0, wanted - status.f_bavail * status.f_frsize)
@@ -214,8 +214,8 @@ class Directory:
                 _write_used(fd, max(0, used + nbytes))
 
     def correct(self, scanned_bytes: int, before_bytes: int | None) -> None:
-        """Note what a scan has found. before_bytes: `used_bytes` at its start; what was written
-        since then counts as not found, which is corrected by the next scan."""
+        """Record the result of a scan. before_bytes: `used_bytes` at its start. Bytes written since
+        then are taken as missed by the scan; the next one corrects them."""
         with self._locked() as fd:
             used = _read_used(fd)
             since = 0 if used is None or before_bytes is None else max(0, used - before_bytes)
@@ -243,7 +243,7 @@ class Directory:
 
     @contextlib.contextmanager
     def cleaning(self) -> Iterator[bool]:
-        """Be the one process that deletes files, for the block. False if another one is."""
+        """Act as the one process that deletes files, for the block. Yields False if another is."""
         with self._open(str(self.path / "cleaning"), _NEW) as fd:
             yield _try_lock(fd)
 
@@ -270,7 +270,7 @@ class Directory:
 
 
 def _unless_gone(error: OSError) -> None:
-    """Files that cannot be listed would not be counted."""
+    """Raise the error of a listing unless the folder is gone: else its files would not count."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
@@ -322,7 +322,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _read_used(fd: int) -> int | None:
-    """None: the file is new."""
+    """The recorded bytes; None if the file is new."""
     data = os.pread(fd, 8, 0)
     return int.from_bytes(data, "little") if len(data) == 8 else None
 

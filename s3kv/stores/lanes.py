@@ -1,4 +1,4 @@
-"""Coroutines side by side that end together."""
+"""Concurrent coroutines that end together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 async def in_turn(items: Iterable[_T]) -> AsyncIterator[_T]:
-    """An asynchronous iterator over items that are there already."""
+    """An asynchronous iterator over the items of an ordinary iterable."""
     for item in items:
         yield item
 
@@ -18,8 +18,8 @@ async def in_turn(items: Iterable[_T]) -> AsyncIterator[_T]:
 async def in_lanes(
     lanes: int, items: AsyncIterator[_T], work: Callable[[int, _T], Awaitable[None]]
 ) -> None:
-    """Do `work(lane, item)` for each item, as many at once as there are lanes. If one fails, or
-    this is cancelled, none goes on."""
+    """Await `work(lane, item)` for each item, as many at once as there are lanes. If one fails, or
+    this is cancelled, all others are cancelled."""
     taking = asyncio.Lock()
 
     async def run(lane: int) -> bool:
@@ -35,7 +35,7 @@ async def in_lanes(
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_T] | None:
-    """The results of coroutines that run at once, in order; None if one has found nothing. Raises
+    """The results of concurrent coroutines, in order; None if one of them returned None. Raises
     the first error. All have ended when this returns, raises or is cancelled."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine) for coroutine in coroutines]
@@ -53,8 +53,8 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_
 
 
 async def ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait for tasks that have been cancelled, if they have not ended. A cancellation meanwhile is
-    raised afterwards: a second one would break off their cleaning up."""
+    """Wait until cancelled tasks have ended. If this is cancelled meanwhile, it raises that only
+    afterwards: a second cancellation would interrupt the cleanup of the tasks."""
     interrupted = False
     while running := {task for task in tasks if not task.done()}:
         try:
@@ -63,6 +63,6 @@ async def ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
             interrupted = True
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not report it
+            task.exception()  # retrieved: asyncio logs errors that are not
     if interrupted:
         raise asyncio.CancelledError

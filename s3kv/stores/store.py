@@ -3,9 +3,9 @@
 An object store is not a file system: an object appears whole or not at all, and s3kv never changes
 one in place. The verbs below are everything the cache uses. A missing object is an answer (`None`,
 `False`), not an error; every other failure raises a `StoreError` that says what the caller can do.
-No method repeats a request that the store failed to serve: the caller knows the deadline, and
-decides how often and how long to try. A request is sent once more only on a fresh connection (an
-idle one was closed), with new credentials, or without a condition that the server does not know.
+No method retries a request that the store failed to serve: the caller knows the deadline, and
+decides how often and how long to try. A request is sent a second time only on a fresh connection
+(an idle one was closed), with new credentials, or without a condition the server does not know.
 
 All methods are coroutines of one asyncio loop and may run concurrently without limit; the caller
 bounds them.
@@ -23,14 +23,14 @@ from s3kv.stores.traffic import Traffic
 
 class Receiver(Protocol):
     """Recipient of the bytes of one read. Its methods are called in the thread that receives, and
-    not after the read has ended. They neither wait nor raise."""
+    never after the read has ended. They must not block or raise."""
 
     def begin(self, nbytes: int) -> Place | None:
         """Called once, when the object is about to arrive, before its first byte is written.
 
         nbytes: length of the whole object, which may be more than the caller accepts. Returns the
-        memory for the requested bytes, in order. They fill it from its front, if it is longer.
-        None: another read has the place, so this one must not write, and its result or error is
+        memory for the requested bytes, in order; longer memory is filled from its front.
+        None: another read fills that memory, so this one must not write, and its result or error is
         meaningless.
         """
 
@@ -40,9 +40,9 @@ class Receiver(Protocol):
 
 
 def landing(place: Place, receiver: Receiver | None, nbytes: int, whole_bytes: int) -> Place | None:
-    """The memory for a read of `nbytes` of an object that has `whole_bytes`, from its receiver if
-    it has one. None: they are left unread, because another read has the place, or because there are
-    more of them than `place` or that memory takes."""
+    """The memory for a read of `nbytes` of an object of `whole_bytes`, from its receiver if it has
+    one. None if the bytes are to stay unread: another read fills that memory, or `place` or that
+    memory is too small for them."""
     memory = place if receiver is None else receiver.begin(whole_bytes)
     if memory is None or nbytes > min(place.nbytes, memory.nbytes):
         return None
@@ -67,7 +67,7 @@ class ObjectInfo:
     """Time since the last write, also by the store's clock; None if the answer has none, as in
     a listing."""
     version: str = field(default="", compare=False)
-    """Its version in a bucket that keeps or kept them; empty if the answer has none, as in a
+    """Version ID in a bucket that keeps or kept versions; empty if the answer has none, as in a
     listing."""
 
     @property
@@ -104,8 +104,8 @@ class Inventory(Protocol):
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
 
-        Returns the keys of the objects it left: they had changed, or the store refused to delete
-        them and not all. After an error some objects may be gone.
+        Returns the keys of the objects left: they had changed, or the store refused to delete them
+        but deleted others. After an error some objects may be gone.
         """
 
     def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
@@ -116,9 +116,9 @@ class Inventory(Protocol):
         """
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        """List the folders directly under `prefix`: of each key the part between `prefix` and the
-        next slash, in order. Keys without a further slash are left out. limit: most names;
-        a listing of as many keys has to find them."""
+        """List the folders directly under `prefix`, in order: the part of a key between it and the
+        next slash. Keys without a further slash are left out. limit: most names; no more pages are
+        listed than that many keys take."""
 
 
 class ObjectStore(Inventory, Protocol):
@@ -131,7 +131,7 @@ class ObjectStore(Inventory, Protocol):
     async def get_into(
         self, key: str, place: Place, receiver: Receiver | None = None, first: int | None = None
     ) -> ObjectInfo | None:
-        """Read as `Inventory` does; with `first`, the bytes from this number on that fill `place`.
+        """Read as `Inventory` does; with `first`, the bytes from this offset on that fill `place`.
         If the object ends within that range, only the bytes up to its end are written.
 
         Returns the metadata of the whole object: the caller compares its length. Ranges belong
@@ -162,8 +162,8 @@ class ObjectStore(Inventory, Protocol):
         """
 
     async def erase(self, key: str) -> bool:
-        """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
-        else writes. Returns False if versions stay, because the credentials may not delete them."""
+        """Remove the object, and all its versions if the bucket keeps them. For objects that no
+        other process writes. Returns False if versions stay that the credentials may not delete."""
 
     async def check(self, prefix: str | None = None) -> bool:
         """Check that the bucket can be used: it exists, and the credentials may list it.
@@ -180,8 +180,8 @@ class ObjectStore(Inventory, Protocol):
 async def read_small(
     store: Inventory, key: str, most_bytes: int
 ) -> tuple[ObjectInfo, bytes] | None:
-    """Read an object into memory of its own. Returns its metadata and its content, which is empty
-    if it has more than `most_bytes`; None if there is no such object."""
+    """Read an object into memory of its own. Returns its metadata and content, which is empty if
+    longer than `most_bytes`; None if there is no such object."""
     place = Place.of(bytearray(most_bytes))
     info = await store.get_into(key, place)
     if info is None:

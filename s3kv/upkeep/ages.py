@@ -1,9 +1,9 @@
 """Eviction by age, to keep a bucket within a budget: the least recently written objects go first.
 
-A bucket of millions of objects is listed twice, so that the listing need not be held in memory. The
+A bucket of millions of objects is listed twice, so the listing need not be held in memory. The
 first pass counts bytes per second of last write (in an old bucket per 2, 4, … seconds), which
 determines the cut; the second finds the objects before the cut. A refresh is a write, so the order
-is least recently used first, as exact as refreshes are frequent. Pure.
+is least recently used first, and more exact the more often objects are refreshed. Pure.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections import Counter
 from dataclasses import dataclass
 
 _MOST_TIMES = 2**14
-"""Most times that are told apart, and sorted on the loop that also serves fetches."""
+"""Most distinct times kept; they are sorted on the loop that also serves fetches."""
 
 
 @dataclass(slots=True)
 class Cut:
     """The objects to evict: all that were last written before `second` (whole seconds since the
-    epoch), and `nbytes` of those written within `width` seconds from there on."""
+    epoch), and `nbytes` of those written in the `width` seconds that start there."""
 
     second: int
     nbytes: int = 0
     width: int = 0
 
     def takes(self, modified_s: float, nbytes: int) -> bool:
-        """Whether to evict this object. Ask once per object, because objects within the cut's
-        `width` are counted."""
+        """Whether to evict this object. Call it once per object, because it counts the objects
+        within the cut's `width`."""
         after = math.floor(modified_s) - self.second
         if self.nbytes <= 0 or not 0 <= after < self.width:
             return after < 0
@@ -75,11 +75,11 @@ class Ages:
         return Cut(second)
 
     def taken(self, cut: Cut) -> int:
-        """Bytes that the cut evicts, about: it may take one object more within its `width`."""
+        """Approximate bytes that the cut evicts: it may take one object more within its `width`."""
         before = sum(nbytes for at, nbytes in self._bytes.items() if at < cut.second)
         return before + min(max(cut.nbytes, 0), self._bytes.get(cut.second, 0))
 
     def oldest_s(self, cut: Cut) -> float | None:
-        """Time of the oldest object that the cut leaves, about; None if it leaves none."""
+        """Approximate time of the oldest object that the cut leaves; None if it leaves none."""
         left = (max(at, cut.second) for at in self._bytes if at + self._width > cut.second)
         return min(left, default=None)

@@ -1,13 +1,13 @@
-"""Cleaner: holds all that is stored under a prefix to a budget of bytes and of idle time.
+"""Cleaner: keeps all objects under a prefix within a budget of bytes and of idle time.
 
 Of all I/O processes of a fleet, one at a time sweeps the bucket: the holder of a lease, which is
 one object. The holder rewrites it every `RENEW_S`. A lease that was not rewritten for `LEASE_S`, by
-the store's clock, is free. Two holders at once do no harm: each deletes only what is over the
-budget, and an object that is gone is a miss. So a lease may be lost at any time, and a store
-without conditional writes will do.
+the store's clock, is free. Two holders at once do no harm: each deletes only what exceeds the
+budget, and a deleted object is a miss. So a lease may be lost at any time, and a store without
+conditional writes suffices.
 
-A sweep leaves `LEFT` of the budget. The next one comes before the bucket has grown by the rest, at
-the rate of growth since the last one. The lease also tells the other engines the age at which they
+A sweep leaves `LEFT` of the budget. The next one starts before the bucket has grown by the rest, at
+the rate of growth since the last one. The lease also gives the other engines the age at which they
 refresh objects in use, a quarter of the time for which objects stay: otherwise an object would be
 deleted by the age of its first write.
 """
@@ -42,13 +42,13 @@ MIN_AGE_S = 60.0
 """Age below which no object is deleted. An object that is refreshed between its listing and its
 deletion counts as listed."""
 REFRESHED = 4
-"""Refreshes of an object in use in the time for which unused objects stay."""
+"""Refreshes of an object in use within the time for which unused objects stay."""
 _FULL = 0.8
-"""Share of the budget from which on objects in use are refreshed. Below it nothing is deleted
+"""Share of the budget above which objects in use are refreshed. Below it nothing is deleted
 soon."""
 _SWEEPS_PER_IDLE = 10
 _SETTLE_S = 5.0
-"""Pause after taking a lease, in which a second taker shows: the later one holds it."""
+"""Pause after taking a lease, to detect a second taker: the later one holds it."""
 _REFUSED_PAUSE_S = 3600.0
 _MAX_LEASE_BYTES = 4096
 _NO_DATE = "the store's answers have no Date"
@@ -57,7 +57,7 @@ _NO_DATE = "the store's answers have no Date"
 class Lease(msgspec.Struct, frozen=True):
     """Content of the lease's object, in JSON.
 
-    refresh_after_s: age at which all engines refresh objects in use; None: they need not.
+    refresh_after_s: age at which all engines refresh objects in use; None: no refresh is needed.
     """
 
     holder: str
@@ -72,10 +72,10 @@ class LeaseLost(Exception):
 class Cleaner:
     """Takes the lease when it is free, and sweeps while it holds it. Belongs to one asyncio loop.
 
-    prefix: s3kv's objects under it belong to the budget. max_bytes: the budget; 0 for none. idle_s:
-    objects unused for longer go; 0 for any time. min_age_s: objects last written since then stay.
+    prefix: s3kv's objects under it count towards the budget. max_bytes: the budget; 0 for none.
+    idle_s: objects unused for longer are deleted; 0 for no limit. min_age_s: younger objects stay.
     holder: unique name of this process. on_refresh_after: called with the age in seconds at which
-    objects in use are to be refreshed (`math.inf`: never), whenever the lease was read.
+    objects in use are refreshed (`math.inf`: never), whenever the lease was read.
 
     Counters: `sweeps`, `deleted_objects`, `deleted_bytes`; `failed`: attempts.
     """
@@ -125,11 +125,11 @@ class Cleaner:
             await self.sleep(pause_s)
 
     async def _turn(self) -> float:
-        """Look at the lease, and sweep if it is ours and a sweep is due. Returns the seconds until
-        the next turn."""
+        """Renew or take the lease, and sweep if this process holds it and a sweep is due. Returns
+        the seconds until the next turn."""
         if not await self._hold():
             self._left_bytes = None
-            # Other processes look seldom, and not all at once.
+            # Other processes check the lease rarely, and not all at once.
             return LEASE_S * self.rng.uniform(1.0, 1.5)
         if self.clock() >= self._next_sweep_s:
             await self._sweep()
@@ -139,7 +139,7 @@ class Cleaner:
         """Renew the lease, or take it if it is free. Returns whether this process holds it."""
         info, lease = await self._read()
         if info is not None and (lease is None or lease.holder != self.holder):
-            if info.age_s is None:  # or it would be held for ever
+            if info.age_s is None:  # otherwise it would be held for ever
                 raise StoreError(_NO_DATE)
             if info.age_s <= LEASE_S:
                 self._tell(lease)
@@ -175,7 +175,7 @@ class Cleaner:
 
     def _tell(self, lease: Lease | None) -> None:
         after_s = None if lease is None else lease.refresh_after_s
-        self.on_refresh_after(after_s or math.inf)  # anybody may have written 0
+        self.on_refresh_after(after_s or math.inf)  # anyone may have written 0
 
     async def _sweep(self) -> None:
         """Sweep once, and set the time of the next sweep. Raises `LeaseLost` and `StoreError`."""
@@ -208,7 +208,7 @@ class Cleaner:
             raise LeaseLost("another process holds the lease")
 
     def _pause_s(self, found_bytes: int) -> float:
-        """Time until the next sweep, by the bytes that this one found."""
+        """Time until the next sweep, from the bytes that this one found."""
         pauses_s = [self.idle_s / _SWEEPS_PER_IDLE] if self.idle_s else []
         if self.max_bytes and self._left_bytes is None:
             pauses_s.append(SWEEP_MIN_S)

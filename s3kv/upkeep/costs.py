@@ -17,14 +17,14 @@ _FREE = Prices()
 _GIB = 2**30
 _MONTH_S = 365 / 12 * 86_400.0
 GROWTH_KNOWN_S = 600.0
-"""Time after the first upload after which the rate of uploads is taken as known."""
+"""Time after the first upload from which the rate of uploads counts as known."""
 _TOLD_FROM_GIB = 1.0
-"""Growth in a month below which nobody need be told."""
+"""Growth in a month below which no warning is due."""
 
 
 def prices_of(config: Config, traffic: Traffic) -> Prices:
-    """Prices of the bucket's region if the table has them, or else those of us-east-1; all zero for
-    a store other than AWS's."""
+    """Prices of the bucket's region if the table has them, otherwise those of us-east-1; all zero
+    for a store other than AWS's."""
     if not traffic.host.endswith(AWS_HOSTS):
         return _FREE
     kind = "standard" if zone_of(config.bucket) is None else "express"

@@ -1,8 +1,8 @@
 """Deletion of the files used longest ago, to keep a directory on a local disk within its budget.
 
-The directory itself is the list of its files, and their times of modification are their last uses.
-So nothing has to be kept between two cleanings, nor to be read at a start. One process of all that
-share the directory cleans it at a time.
+The directory itself is the index of its files, and their modification times are their last uses.
+So no state is kept between two cleanings or read at a start. Only one of the processes that share
+the directory cleans it at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from s3kv.stores.disk import Directory
 from s3kv.upkeep.ages import Ages
 
 HIGH_SHARE = 0.95
-"""Part of the budget beyond which files are deleted."""
+"""Share of the budget above which files are deleted."""
 LOW_SHARE = 0.85
-"""Part of the budget that is left then."""
+"""Share of the budget that is then left."""
 
 
 def is_crowded(directory: Directory, wanted_bytes: int = 0) -> bool:
@@ -33,7 +33,7 @@ def clean(directory: Directory, wanted_bytes: int = 0) -> int:
     with directory.cleaning() as is_mine:
         if not is_mine:
             return 0
-        # What is renamed meanwhile is found twice rather than never.
+        # In this order, a file renamed meanwhile is counted twice rather than never.
         before, unfinished, ages = directory.used_bytes(), directory.unfinished_bytes(), Ages()
         for file in directory.files():
             ages.add(file.used_s, file.nbytes)
@@ -48,6 +48,6 @@ def clean(directory: Directory, wanted_bytes: int = 0) -> int:
         deleted = 0
         for file in directory.files():
             if cut.takes(file.used_s, file.nbytes):
-                with suppress(OSError):  # one that cannot be deleted must not keep the others
+                with suppress(OSError):  # a file that cannot be deleted must not save the others
                     deleted += directory.delete(file.path)
         return deleted

@@ -1,7 +1,7 @@
-"""Housekeeping: an I/O process's work for the bucket beside its jobs, each a task of its own.
+"""Housekeeping: the tasks by which an I/O process maintains the bucket, beside its jobs.
 
-Objects in use are refreshed and looked at. With a budget the bucket is kept to it; without one its
-growth is watched. One rank introduces the namespace. No job waits for any of it.
+Objects in use are checked and refreshed. With a budget the bucket is kept within it; without one
+its growth is watched. One rank registers the namespace. No job waits for any of this.
 
     running ──defect: counted, logged──▶ paused for `_DEFECT_PAUSE_S` ──▶ running
        └───────────────┴──drained, cancelled──▶ ended
@@ -29,12 +29,12 @@ _log = logging.getLogger("s3kv.io")
 
 _INTRODUCTION_PAUSE_S = 60.0
 _INTRODUCED_AGAIN_S = 3600.0
-"""Time between two looks at the manifest while the cleaner decides when objects are refreshed, and
-after an error that only a person can fix."""
+"""Time between two checks of the manifest while the cleaner decides when objects are refreshed,
+and after an error that only a person can fix."""
 _GROWTH_LOOK_S = 60.0
 _DEFECT_PAUSE_S = 600.0
 """Pause of a task after a defect. One unforeseen answer must not stop it for good: objects in use
-that are no longer refreshed are deleted. A sweep that fails each time is paid for each time."""
+that are no longer refreshed get deleted. A sweep that fails each time costs money each time."""
 
 _Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -42,7 +42,7 @@ _Work = Callable[[], Coroutine[Any, Any, None]]
 class Housekeeping:
     """Starts and ends the work. Belongs to one asyncio loop.
 
-    registration: of the namespace; empty if another rank introduces it. is_idle: whether no job
+    registration: of the namespace; empty if another rank registers it. is_idle: whether no job
     needs the network now.
     """
 
@@ -137,7 +137,7 @@ class Housekeeping:
             self._run(what, work, _DEFECT_PAUSE_S)
 
     async def _watch_growth(self) -> None:
-        """Warn once if nobody seems to delete the uploads of this process."""
+        """Warn once if the uploads of this process seem never to be deleted."""
         while not self._store.traffic.sent_bytes:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(_GROWTH_LOOK_S)
         began_s, warning = time.monotonic(), None
@@ -149,8 +149,8 @@ class Housekeeping:
         _log.warning("%s", warning)
 
     async def _introduce(self) -> None:
-        """Log the namespace as soon as the bucket answers. From then on, put back what has been
-        deleted of it, and refresh it as objects are, so that it does not expire before them."""
+        """Log the namespace as soon as the bucket answers. After that, restore deleted parts of its
+        registration, and refresh it like objects in use, so it does not expire before them."""
         level = logging.INFO
         while True:
             try:
@@ -165,7 +165,7 @@ class Housekeeping:
             level = logging.DEBUG
             for key in self._registration.keys:
                 self.refresher.exists(key)
-            # A use refreshes only from that age on, and by chance at first.
+            # A use refreshes only above that age, and at first only by chance.
             quarter_s = self._config.refresh_after_s / 4 or _INTRODUCED_AGAIN_S
             await asyncio.sleep(min(quarter_s, _INTRODUCED_AGAIN_S))
 

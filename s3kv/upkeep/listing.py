@@ -1,7 +1,7 @@
-"""Walk over a bucket's objects of s3kv, with requests that are tried again.
+"""Walk over s3kv's objects in a bucket, with retries.
 
-Requests are tried again while the store is unavailable: a listing of millions of objects takes
-thousands of requests, of which one is always unlucky.
+Requests are retried while the store is unavailable: a listing of millions of objects takes
+thousands of requests, and one of them will fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from s3kv.objects import keys
 from s3kv.stores.store import Inventory, ObjectInfo
 
 PAUSES_S = (0.2, 1.0, 5.0)
-"""Pauses before each further try. One tool asks at a time, so they need no jitter."""
+"""Pause before each retry. Tools send requests one at a time, so they need no jitter."""
 _T = TypeVar("_T")
 
 
@@ -40,8 +40,8 @@ async def listed(store: Inventory, prefix: str) -> AsyncIterator[ObjectInfo]:
     """The objects of `store.list(prefix)`, resumed where it broke off while the store was
     unavailable.
 
-    Each object comes once. Raises `StoreError`, also if a listing that broke off cannot be resumed
-    because the store does not list keys in order.
+    Each object is listed once. Raises `StoreError`, also if a listing that broke off cannot be
+    resumed because the store does not list keys in order.
     """
     last, failures = "", 0
     while True:
@@ -63,8 +63,8 @@ async def listed(store: Inventory, prefix: str) -> AsyncIterator[ObjectInfo]:
 async def owned(
     store: Inventory, prefix: str, under: str | None = None
 ) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
-    """Every object of the namespaces under `prefix`, and no object of anybody else. The address is
-    that of a chunk or item; None for a manifest and a shape.
+    """Every object of the namespaces under `prefix`, and no foreign object. The address is that of
+    a chunk or item; None for a manifest or shape.
 
     under: list only keys that start with this.
     """

@@ -1,4 +1,4 @@
-"""Refreshing: rewrites objects in use, so that rules which delete by age delete only unused ones.
+"""Refreshing: rewrites objects in use, so rules that delete by age delete only unused ones.
 
 A hit on an object that was last written long ago rewrites it in place: the store copies it onto
 itself, and no bytes move here. Nothing waits for the copy. Copies are sent only while no fetch
@@ -6,15 +6,15 @@ waits, one at a time and at most ten per second. They affect neither breaker nor
 dropped when the process ends.
 
 A use in host memory or on the device does not read the object at all. The end of each fetch and
-upload carries the time for which such uses need not be reported: until the object is due. A use
-after that is answered by a HEAD, and counts as a hit. If the object is gone, the planner uploads it
+upload carries the time for which such uses need not be reported: until the object is due. A later
+use is checked by a HEAD, and counts as a hit. If the object is gone, the planner uploads it
 again. An upload that finds its object already there is such a use: its answer has no age.
 
 Each object is refreshed once per fleet, as far as possible. The copy is conditional on the object
 being unchanged since it was read: of many replicas that read an old object, one rewrites it, and
-the others are refused. A refusal costs as much as a copy. So just past the age a replica asks only
-sometimes, and the first one spares the others. Uses are reported as irregularly. See
-docs/decisions/0005-refresh-by-copy.md.
+the others are refused. A refusal costs as much as a copy. So just past the age a replica tries only
+sometimes, and the first one to succeed spares the others. Uses are reported at similarly random
+times. See docs/decisions/0005-refresh-by-copy.md.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from s3kv.upkeep.cleaner import LEASE_S, REFRESHED
 _log = logging.getLogger("s3kv.io")
 
 CERTAIN_AT = 1.25
-"""Age from which every hit refreshes, in units of `refresh_after_s`. An object's last write is
+"""Age above which every hit refreshes, in units of `refresh_after_s`. An object's last write is
 never further than this behind its last use."""
 LOOK_S = 3600.0
-"""Longest time between two looks at an object in use. Somebody else may delete objects, or begin to
-do so. A HEAD per object and hour costs $0.0003 a month."""
+"""Longest time between two checks of an object in use. Other programs may delete objects, or begin
+to do so. A HEAD per object and hour costs $0.0003 a month."""
 MAX_WAITING = 1024
 PAUSE_S = 0.1
 """Pause before each copy. Objects that find the queue full are refreshed on a later hit."""
 _UNAVAILABLE_PAUSE_S = 10.0
 _REFUSED_PAUSE_S = 3600.0
-"""Pause after an error that only a person can fix. Refreshing is not urgent, and resumes without a
-restart of the engine."""
+"""Pause after an error that only a person can fix. Refreshing is not urgent, and resumes without
+a restart of the engine."""
 
 
 class RefreshRule:
@@ -66,8 +66,8 @@ class RefreshRule:
 
     @classmethod
     def of(cls, config: Config, rng: random.Random) -> RefreshRule:
-        """The rule of the settings. Until the cleaner has said otherwise, it follows
-        `bucket_idle_s`."""
+        """The rule of the settings. It follows `bucket_idle_s` until the cleaner has decided
+        otherwise."""
         after_s = config.refresh_after_s or config.bucket_idle_s / REFRESHED
         keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
         if zone_of(config.bucket) is None:
@@ -81,7 +81,7 @@ class RefreshRule:
         return cls(math.inf, rng)
 
     def follow(self, refresh_after_s: float) -> None:
-        """Note the age that the cleaner has decided on. Settings go before it."""
+        """Adopt the age that the cleaner has decided on. Settings take precedence."""
         if self.follows_cleaner:
             self.refresh_after_s = refresh_after_s
 
@@ -91,7 +91,7 @@ class RefreshRule:
 
     @property
     def _look_s(self) -> float:
-        # The cleaner's word may change within the time for which a lease is believed.
+        # The cleaner's decision may change within the time for which a lease is valid.
         return LEASE_S if self.follows_cleaner and not self.refreshes else LOOK_S
 
     def fresh_s(self, age_s: float) -> float:
@@ -104,9 +104,9 @@ class RefreshRule:
         return min(longest_s, self._rng.uniform(first_s, last_s) - age_s)
 
     def spares(self) -> bool:
-        """Decide by chance whether a reported use needs no look at its object. While the cleaner
-        deletes nothing, uses are reported more often than once per `LOOK_S`, to learn of a change,
-        and looked at no more often."""
+        """Decide by chance whether a reported use needs no check of its object. While the cleaner
+        deletes nothing, uses are reported more often than once per `LOOK_S`, to detect a change,
+        but not checked more often."""
         return self._rng.random() >= self._look_s / LOOK_S
 
     def wants(self, age_s: float) -> bool:
@@ -117,16 +117,16 @@ class RefreshRule:
 
 
 UseAnswer = Callable[[Outcome, float], None]
-"""Takes the answer to a use: EXISTS, MISSING, or CANCELLED (it is not known), and
+"""Receives the answer to a use: EXISTS, MISSING, or CANCELLED (not known), and
 `JobEnd.fresh_s`."""
 
 
 class Refresher:
-    """Notes the objects to refresh, and refreshes them while `is_idle()`. Answers reported uses,
+    """Records the objects to refresh, and refreshes them while `is_idle()`. Answers reported uses,
     one at a time. Belongs to one asyncio loop.
 
-    Counters: `done`: copies. `failed`: attempts, and looks. `skipped`: objects that another engine
-    refreshed, that were gone, that were forgotten after a failure, or that found a queue full.
+    Counters: `done`: copies. `failed`: attempts, and checks. `skipped`: objects that another engine
+    refreshed, that were gone, that were dropped after a failure, or that found a queue full.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Refresher:
 
     def exists(self, key: str) -> float:
         """Note that the object exists and is in use. Its age is unknown. Returns `JobEnd.fresh_s`,
-        as if it were new: a look at it is noted."""
+        as if it were new, and queues a check of its age."""
         if self._rule.refreshes:
             self.use(key, lambda outcome, fresh_s: None)
         return self.written()
@@ -214,7 +214,7 @@ class Refresher:
         return (Outcome.MISSING, 0.0) if info is None else (Outcome.EXISTS, self.hit(info))
 
     async def run(self) -> None:
-        """Refresh noted objects until cancelled. Raises no `StoreError`."""
+        """Refresh recorded objects until cancelled. Raises no `StoreError`."""
         while True:
             await self._has_work.wait()
             await self._sleep(PAUSE_S)

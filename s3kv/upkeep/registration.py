@@ -1,10 +1,10 @@
 """The manifest: an object at a namespace's root that spells out its fingerprint.
 
 The namespace's name is a digest of the fingerprint, so engines that differ are in different
-namespaces, manifest or not. The manifest is for people: it says what a namespace is, and lets `s3kv
-ls --summary` compare it with others: one field mostly answers "why does nothing hit?".
+namespaces, with or without a manifest. The manifest is for people: it describes a namespace, and
+lets `s3kv ls --summary` compare it with others. Usually one field answers "why does nothing hit?".
 
-Nothing waits for the manifest, and nothing depends on it: a read-only bucket serves as well.
+Nothing waits for or depends on the manifest: a read-only bucket serves as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from s3kv.stores.store import ObjectStore, read_small
 
 
 class Registration(NamedTuple):
-    """The objects that introduce a namespace.
+    """The objects that register a namespace.
 
     manifest: canonical JSON of the fingerprint. shapes: shards of this engine's ranks.
     """
@@ -36,11 +36,11 @@ class Registration(NamedTuple):
 
 
 async def introduce(store: ObjectStore, registration: Registration) -> str:
-    """Write the manifest and the shapes that are not there. Returns a sentence that names the
-    namespace, and says whether it is new.
+    """Write the manifest and the shapes that are missing. Returns a sentence that names the
+    namespace and states whether it is new.
 
-    Raises `StoreError` if a request for the manifest fails. A denied write of the manifest is
-    mentioned in the sentence. A shape that cannot be written is left out until the next start.
+    Raises `StoreError` if a request for the manifest fails, but a denied write is only mentioned in
+    the sentence. A shape that cannot be written is left out until the next start.
     """
     said = await _introduce(store, registration.namespace, registration.manifest)
     with contextlib.suppress(StoreError):

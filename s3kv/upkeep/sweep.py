@@ -1,12 +1,12 @@
 """Sweep of a bucket: deletes the objects used longest ago, to keep to a budget.
 
 Engines may write meanwhile. An object is deleted only if it is still the one that was listed,
-because an engine that has refreshed or replaced it since has use for it. So a HEAD may look at it
-once more right before, and the deletion depends on its ETag, if the server knows such conditions.
-Deleting an object that was wanted after all costs an engine one request that finds nothing, and
-computing it again.
+because an engine that has refreshed or replaced it since needs it. So a HEAD can check it again
+just before, and the deletion is conditional on its ETag if the server supports that. Deleting an
+object that was wanted after all costs an engine one request that finds nothing, and computing it
+again.
 
-A namespace's manifest and shapes go when the namespace holds nothing any more.
+A namespace's manifest and shapes are deleted when the namespace is empty.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from s3kv.upkeep.listing import chunks, owned, tried
 
 HEADS_AT_ONCE = 32
 REMEMBERED = 100_000
-"""Most of the oldest objects that are kept in mind while a bucket is listed, of 0.5 KiB each. If
-all that are to go are among them, it is listed once instead of twice: one listing is enough for a
-twentieth of two million objects."""
+"""Most of the oldest objects that are held in memory while a bucket is listed, 0.5 KiB each. If
+all victims are among them, the bucket is listed once instead of twice: that is enough to delete
+a twentieth of two million objects."""
 _REPORT_EVERY = 1000
 Report = Callable[[str, int, int | None], None]
-"""Called with the activity, the number of things done, and their total (None if not known)."""
+"""Called with the activity, the number of items done, and their total (None if not known)."""
 
 
 @dataclass(slots=True)
 class Swept:
     """The result for one namespace. Bytes and objects are those of chunks and items.
 
-    changed: objects that were to go but stay, because they have been written since they were
+    changed: objects that were selected but stay, because they have been written since they were
     listed, or the store refuses to delete them; part of those kept.
     """
 
@@ -86,11 +86,11 @@ class Sweep:
     Times are seconds since the epoch. under: as for `owned`. max_bytes: the most that may be left;
     None for no limit. before_s: objects last written before this go. spare_s: objects last written
     since then stay.
-    look_again: look at each object with a HEAD right before it is deleted. Without it an object
-    that was refreshed after it was listed may go.
-    dry_run: count the objects that would go, and delete none.
-    approve: called with the bytes that are to go and with all bytes, before any object is deleted;
-    an error that it raises ends the run.
+    look_again: check each object with a HEAD right before it is deleted. Without it an object
+    that was refreshed after it was listed may be deleted.
+    dry_run: count the objects that would be deleted, and delete none.
+    approve: called with the bytes to delete and with all bytes, before any object is deleted; an
+    error that it raises ends the run.
     checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to
     delete; an error that it raises ends the run.
     """
@@ -110,7 +110,7 @@ class Sweep:
     oldest_s: float | None = field(default=None, init=False)
     """Last write of the oldest object that the run leaves, to the second; None if there is none."""
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
-    """By namespace, its manifest and its shapes."""
+    """The manifest and shapes of each namespace."""
     _oldest: Oldest = field(default_factory=Oldest, init=False)
 
     @property
@@ -192,8 +192,8 @@ class Sweep:
         stayed: set[str] = set()
 
         async def look(_: int, listed: ObjectInfo) -> None:
-            now = await tried(lambda: self.store.head(listed.key)) or listed  # what is gone may go
-            # A HEAD gives whole seconds, a listing may give fractions.
+            now = await tried(lambda: self.store.head(listed.key)) or listed  # or it is gone
+            # A HEAD returns whole seconds, a listing may return fractions.
             if int(now.modified_s) != int(listed.modified_s) or now.etag != listed.etag:
                 stayed.add(listed.key)
 

@@ -24,10 +24,10 @@ from s3kv.stores.store import ObjectStore
 
 LATENCY_ROUNDS = 8
 _MOST_READING_S = 10.0
-"""Most seconds of reading by several connections, if they are together no faster than one."""
+"""Most seconds of reading by several connections, if they together are as slow as one."""
 MAX_SKEW_S = 60.0
-"""Clock skew that is reported. S3 refuses requests only from a quarter of an hour on, but drift is
-worth a warning before that."""
+"""Clock skew above which a warning is due. S3 refuses requests only above a quarter of an hour,
+but drift deserves an earlier warning."""
 _CONTENT = bytes(range(256)) * 4
 _VERSIONS_LEFT = "deleting them needs s3:DeleteObjectVersion and s3:GetObject"
 _HEADERS_REMEDY = (
@@ -43,7 +43,7 @@ _CHECKS = (
 
 def examine_client(config: Config) -> Finding:
     """The finding on the client that the cache would use. Sends nothing. Raises `ConfigError` if
-    the configured client cannot serve, or a package is missing that the bucket needs."""
+    the configured client cannot serve, or if a package that the bucket needs is missing."""
     try:
         address = find_address(config)
     except StoreError as error:
@@ -65,15 +65,15 @@ def examine_client(config: Config) -> Finding:
 def examine(
     config: Config, token: str, *, bandwidth_bytes: int, read_only: bool = False
 ) -> list[Finding]:
-    """The findings on the client and on the bucket. token: unique to this examination.
-    bandwidth_bytes, read_only: as of `BucketExamination`. Raises `ConfigError` as `examine_client`
-    does. Call it where no asyncio loop runs."""
+    """The findings on the client and the bucket. token: unique to this examination.
+    bandwidth_bytes, read_only: see `BucketExamination`. Raises `ConfigError` as `examine_client`
+    does. Do not call it in a thread with a running asyncio loop."""
     client = examine_client(config)
     examination = BucketExamination(
         open_store(config),
         config,
-        # Under the prefix, so that the cache's policies apply to the object, and outside the
-        # namespaces, so that no engine ever looks there.
+        # Under the prefix, where the cache's policies apply, but outside the namespaces, where
+        # engines never look.
         f"{config.prefix}/doctor/{token}",
         bandwidth_bytes=bandwidth_bytes,
         clock_s=time.perf_counter,
@@ -86,9 +86,9 @@ def examine(
 class BucketExamination:
     """One examination of one bucket. Belongs to one asyncio loop.
 
-    store: of these settings; the examination closes it. key: unique to this examination;
-    a second object's key has a suffix. bandwidth_bytes: bytes to send and for each
-    connection to read, to measure throughput; 0: none. clock_s: a monotonic clock, for latencies.
+    store: for these settings; the examination closes it. key: unique to this examination; a second
+    object's key has a suffix. bandwidth_bytes: bytes to send, and bytes to read per connection, to
+    measure throughput; 0: none. clock_s: a monotonic clock, for latencies.
     wall_s: this host's time since the epoch, in seconds.
     """
 
@@ -100,9 +100,9 @@ class BucketExamination:
     wall_s: Callable[[], float]
     _findings: dict[str, Finding] = field(default_factory=dict, init=False)
     _puts: dict[str, asyncio.Future[bool]] = field(default_factory=dict, init=False)
-    """The PUT of each object. A server may carry out one that was broken off, after a DELETE that
-    was sent later. So a PUT goes on when its caller is cancelled, as by Ctrl-C, and is waited for
-    before its object is deleted."""
+    """The PUT of each object. A server may execute an interrupted PUT after a DELETE that was sent
+    later. So a PUT continues when its caller is cancelled, as by Ctrl-C, and has ended before its
+    object is deleted."""
 
     async def run(self, *, read_only: bool) -> list[Finding]:
         """Return all findings, in the order of the calls. Errors of the store become findings.
@@ -147,8 +147,8 @@ class BucketExamination:
             await self._ask("bandwidth", action, self._bandwidth())
 
     async def _list(self) -> bool:
-        """Try a listing. False if no other call is worth trying: the bucket cannot be reached, or
-        the credentials are not accepted."""
+        """Try a listing. Returns False if no other call is worth trying: the bucket cannot be
+        reached, or the credentials are not accepted."""
         error = await _error_of(self.store.check())
         if error is None:
             told = f"the bucket {self.config.bucket!r} is there and can be listed"
@@ -269,7 +269,7 @@ class BucketExamination:
         key, content = f"{self.key}-large", Place.of(bytearray(self.bandwidth_bytes))
 
         async def read(lane: int = 0, number: int = 0) -> None:
-            await self.store.get_into(key, content)  # of all lanes: they read the same
+            await self.store.get_into(key, content)  # shared: all lanes read the same bytes
 
         try:
             begin_s = self.clock_s()
@@ -295,8 +295,8 @@ class BucketExamination:
         self._note("bandwidth", "warning", told, "delete it by hand")
 
     async def _ask(self, check: str, action: str, call: Awaitable[None]) -> bool:
-        """Make the calls of a check, which notes its finding. Returns whether all is well. action:
-        the permission that the calls need, in IAM."""
+        """Make the calls of a check, which records its finding. Returns whether its status is "ok".
+        action: the IAM permission that the calls need."""
         if (error := await _error_of(call)) is not None:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"

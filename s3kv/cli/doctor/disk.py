@@ -1,4 +1,4 @@
-"""Checks of the directory of `disk_path`: who may use it, its file system, its room, its speed."""
+"""Checks of the directory of `disk_path`: access, file system, free space and speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3kv.errors import ConfigError
 from s3kv.stores.disk import Directory
 
 FILES, FILE_BYTES = 4, 8 * 2**20
-"""Files that are written and read to measure speed, and the bytes of each."""
+"""Number of files written and read to measure speed, and the bytes of each."""
 MOUNTS = "/proc/self/mountinfo"
 _REMEDY = "give the path of a directory that s3kv makes itself, on a disk of this host"
 _NETWORK = re.compile(
@@ -28,8 +28,8 @@ _NOT_A_DISK = {
 
 
 def examine(config: Config, clock_s: Callable[[], float], *, read_only: bool) -> list[Finding]:
-    """Check the directory; no findings without one. Makes it if it is missing. clock_s: a monotonic
-    clock. read_only: neither make nor write anything."""
+    """Check the directory, which is created if missing; no findings if `disk_path` is not set.
+    clock_s: a monotonic clock. read_only: neither create nor write anything."""
     path = config.disk_path
     if path is None:
         return []
@@ -51,7 +51,7 @@ def examine(config: Config, clock_s: Callable[[], float], *, read_only: bool) ->
 
 
 def _file_system(path: str, mounts: str) -> Finding:
-    """mounts: as in /proc/self/mountinfo."""
+    """Check the kind of file system. mounts: the text of /proc/self/mountinfo."""
     kind = kind_of(os.path.realpath(path), mounts)
     if kind in _NOT_A_DISK:
         told = f"{path} is on {kind}: {_NOT_A_DISK[kind]}"
@@ -88,8 +88,8 @@ def _room(directory: Directory) -> Finding:
 
 
 def _speed(directory: Directory, clock_s: Callable[[], float]) -> Finding:
-    """Write files without a name, which vanish with this process, and read them from the disk: the
-    kernel has dropped their pages. Raises `OSError`."""
+    """Write unnamed files, which vanish with this process, and read them from the disk: the kernel
+    has dropped their pages. Raises `OSError`."""
     wrote_s = read_s = 0.0
     for _ in range(FILES):
         content = os.urandom(FILE_BYTES)

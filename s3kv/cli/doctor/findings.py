@@ -13,8 +13,8 @@ Status = Literal["ok", "warning", "fault", "skipped"]
 """warning: the cache works, but less well. fault: it does not work. skipped: not checked, because
 of another finding or by choice."""
 PERMISSION = frozenset({"", "AccessDenied"})
-"""Codes of refusals that concern the call and not the caller. A bare 403 may be either; the calls
-that follow show it."""
+"""Codes of refusals of the call rather than of the caller. A bare 403 may be either; the calls
+that follow show which."""
 
 _BY_CODE: Mapping[str, str] = {
     **DENIED,
@@ -55,7 +55,7 @@ def is_healthy(findings: Iterable[Finding]) -> bool:
 
 
 def remedy_for(error: StoreError, action: str, resource: str) -> str:
-    """The remedy for an error. action, resource: those that the refused call needs, in IAM."""
+    """The remedy for an error. action, resource: IAM's names of what the refused call needs."""
     if is_permission(error):
         return f"allow {action} on {resource} for these credentials"
     if error.code in _BY_CODE:
@@ -66,5 +66,5 @@ def remedy_for(error: StoreError, action: str, resource: str) -> str:
 
 
 def is_permission(error: StoreError | None) -> bool:
-    """Whether the error refuses this call, rather than the caller."""
+    """Whether the store refused this call rather than the caller."""
     return isinstance(error, StoreDenied) and error.code in PERMISSION

@@ -1,6 +1,6 @@
-"""Checks of this host for an engine: memory and its limits, the seed of hashes, vLLM and the GPU.
+"""Checks of this host for an engine: memory and its limits, the hash seed, vLLM and the GPU.
 
-Neither vLLM nor torch is imported: a separate process asks torch about the GPU.
+Neither vLLM nor torch is imported: a separate process queries torch about the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from s3kv.host.slab import Slab, existing_slabs
 from s3kv.objects import compression
 
 SUPPORTED = (vllm_s3kv.FIRST_VLLM, (0, 34))
-"""Supported vLLM versions: from the first to below the second, as in pyproject.toml."""
+"""Supported vLLM versions: the first one, and the first unsupported one, as in pyproject.toml."""
 SHM = "/dev/shm"
 _SHM_BYTES_PER_WORKER = 256 * 2**20
 """vLLM's queues between its processes: ten pieces of 16 or 24 MiB each (its `shm_broadcast`)."""
@@ -35,12 +35,12 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Facts about a host. available_bytes: memory that a process could still get, and that of the
-    slabs of running engines. slab_error: why no memory file can be made; empty if one can.
-    shm_bytes: size of /dev/shm; None if there is none. memlock_bytes: bytes that a process may
-    lock; None: no limit. hash_seed: PYTHONHASHSEED. vllm: version of the installed vLLM; None
-    without one. decoded_bytes_per_s: of compressed chunks by one thread; None without blosc2. gpu:
-    the findings of `s3kv.device.probe`, or the reason for having none."""
+    """Facts about a host. available_bytes: memory that a process can still get, plus the slabs of
+    running engines. slab_error: why no memory file can be created; empty if one can. shm_bytes:
+    size of /dev/shm; None if it is missing. memlock_bytes: bytes that a process may lock; None: no
+    limit. hash_seed: PYTHONHASHSEED. vllm: version of the installed vLLM; None without one.
+    decoded_bytes_per_s: of compressed chunks by one thread; None without blosc2. gpu: the findings
+    of `s3kv.device.probe`, or the reason why there are none."""
 
     available_bytes: int
     slab_error: str
@@ -53,7 +53,7 @@ class Host:
 
 
 def look(environment: Mapping[str, str]) -> Host:
-    """Collect the facts about this host. Makes a memory file of one page, and closes it."""
+    """Collect the facts about this host. Creates a memory file of one page, and closes it."""
     limits = memory_limits()
     codec = compression.codec()
     return Host(
@@ -72,7 +72,7 @@ def examine(
     config: Config, host: Host, *, workers: int, algorithm: str, tier_bytes: int | None = None
 ) -> list[Finding]:
     """Check the facts about a host. Pure. workers: of all engines on this host. algorithm: vLLM's
-    prefix_caching_hash_algo. tier_bytes: as of `with_tier_bytes`, of one engine."""
+    prefix_caching_hash_algo. tier_bytes: that of `with_tier_bytes`, for one engine."""
     return [
         _memory(config, host, workers, tier_bytes),
         _shm(host, workers, tier_bytes or 0),

@@ -16,8 +16,8 @@ _REMEDY = "give this host the keys, or the secret, of the other engines: none st
 
 
 def examine(config: Config, clock: Callable[[], float]) -> list[Finding]:
-    """The finding on the keys, or on a secret that is missing. Asks KMS for those that it decrypts,
-    which takes half a minute at most. clock: in seconds. Call it where no asyncio loop runs."""
+    """The finding on the keys, or on a missing secret. Lets KMS decrypt those that need it, which
+    takes half a minute at most. clock: in seconds. Do not call it while an asyncio loop runs."""
     check = "integrity"
     try:
         Integrity.of(config)

@@ -22,8 +22,8 @@ from s3kv.stores.http.watch import Patience, Watch
 SCRATCH_BYTES = 16 * 2**10
 """Size of the buffer that receives heads. Body bytes that arrive with a head are copied from it."""
 PIECE_BYTES = 256 * 2**10
-"""Size of the pieces in which bodies are handed to the transport, each after the last has gone. The
-loop copies at most what the socket did not take of one piece, and each piece is a sign of life."""
+"""Size of the pieces of a body; each is handed to the transport when the last one has been sent.
+The loop copies at most the unsent rest of one piece, and each piece counts as progress."""
 _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 """Option number; None except on Linux."""
 
@@ -70,7 +70,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._watch.moved(nbytes)
         if exchange is None:
-            self.abort()  # Nobody asked: the peer and we no longer agree on where answers end.
+            self.abort()  # Unrequested: we and the peer disagree on where answers end.
         elif exchange.buffer() is None:
             self._step(lambda: exchange.arrived_elsewhere(self._scratch[:nbytes]))
         else:
@@ -103,7 +103,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def rest(self) -> None:
-        """Note that it is idle from now on. The peer may close it at any moment."""
+        """Mark it as idle. The peer may close it at any moment."""
         self._rested = True
         self.idle_since_s = self._loop.time()
 
@@ -137,13 +137,13 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """End the connection. No byte is sent or received afterwards.
 
-        `Transport.abort` alone does not ensure that: uvloop closes the socket a turn of the loop
-        later, and may send more of a body before, which its owner may already have reused.
+        `Transport.abort` alone does not ensure that: uvloop closes the socket one loop iteration
+        later, and may first send more of a body whose memory its owner may already have reused.
         """
         if self._transport is None:
             return
         raw = self._transport.get_extra_info("socket")
-        # Closed already. Over TLS, `raw` is None then until `connection_lost`.
+        # Suppressed if closed already. Over TLS, `raw` is then None until `connection_lost`.
         with suppress(OSError, ValueError, AttributeError):
             same = socket.socket(fileno=raw.fileno())
             try:
@@ -155,16 +155,16 @@ class Connection(asyncio.BufferedProtocol):
     # Inside.
 
     def _acknowledge(self) -> None:
-        """Acknowledge received bytes at once while more of the answer is to come. A server that
+        """Acknowledge received bytes at once while more of the answer is due. A server that
         writes head and body separately with Nagle's algorithm on (Ceph's gateway by default) holds
         the body back until then, and the kernel may delay the acknowledgement by 40 ms."""
         if _QUICKACK is not None and self._transport is not None:
             raw = self._transport.get_extra_info("socket")
-            with suppress(OSError):  # the peer is gone, or this is no TCP
+            with suppress(OSError):  # the peer is gone, or this is not TCP
                 raw.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
     def _step(self, advance: Callable[[], None]) -> None:
-        """Let the exchange take what arrived, and wake `run` if that completes the answer."""
+        """Pass received bytes to the exchange, and wake `run` if they complete the answer."""
         assert self._exchange is not None
         try:
             advance()

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 exchange without the socket: where arriving bytes go, and when it is over.
+"""One HTTP/1.1 exchange without the socket: where to receive bytes, and when the answer ends.
 
 h11 parses heads and framed bodies, but cannot receive a body in place. After the head of a wanted
 answer, bytes therefore go straight into the caller's buffer, and h11 sees none of them. Pure: no
@@ -17,7 +17,7 @@ from s3kv.place import Place
 from s3kv.stores.store import Receiver, landing
 
 TEXT_LIMIT_BYTES = 8 * 2**20
-"""Longest body kept without a caller's buffer, as of errors and listings. A page of 1,000 keys of
+"""Longest body kept outside a caller's buffer (errors, listings). A page of 1,000 keys of
 1,024 escaped bytes has about 3.5 MB; no error comes near that."""
 EMPTY = Place.of(b"")
 _CONTENT_RANGE = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})"
@@ -33,7 +33,7 @@ class BadAnswer(Exception):
 class Request:
     """A request as it is sent, and the memory for its answer.
 
-    target: already escaped. headers: lack only Content-Length, which follows from `body`. into,
+    target: already escaped. headers: all but Content-Length, which follows from `body`. into,
     receiver: `place` and `receiver` of `ObjectStore.get_into`, for the body of an answer with the
     status `wanted`.
     """
@@ -74,9 +74,9 @@ class Response:
 
 
 def whole_of(bounds: str | None, headers: Mapping[str, str], received: int) -> int | None:
-    """Length of the whole object, from the headers of an answer with it or a part of it. bounds:
-    the header `Range` of the request, if it has one. received: length of the answer's body. None if
-    the answer is not the bytes within these bounds, up to the object's end. Pure."""
+    """Length of the whole object, from the headers of an answer with all or a range of it. bounds:
+    the request's header `Range`, if it has one. received: length of the answer's body. None if the
+    answer is not exactly that range, cut at the object's end. Pure."""
     if bounds is None:
         return received
     requested = re.fullmatch(r"bytes=(\d+)-(\d+)", bounds)
@@ -92,10 +92,10 @@ def whole_of(bounds: str | None, headers: Mapping[str, str], received: int) -> i
 class Exchange:
     """Reader of the answer to one request.
 
-    The owner asks `buffer()` where to receive. It calls `arrived(n)` or `arrived_elsewhere(data)`
-    after each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`. If
-    the request is for a range, a whole object or another range is left unread, and so is a range if
-    the request is for an object.
+    The owner receives into `buffer()`. It calls `arrived(n)` or `arrived_elsewhere(data)` after
+    each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`. A range is
+    left unread if the request is for the whole object; the whole object and any other range are
+    left unread if it is for a range.
     """
 
     def __init__(self, request: Request) -> None:
@@ -132,7 +132,7 @@ class Exchange:
     def arrived_elsewhere(self, data: memoryview) -> None:
         self.begun = True
         if self.response is not None:
-            self.reusable = False  # an answer to nothing that was asked
+            self.reusable = False  # bytes beyond the answer
             return
         self._parser.receive_data(bytes(data))
         self._advance()

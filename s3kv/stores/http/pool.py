@@ -1,11 +1,11 @@
 """A small HTTP/1.1 connection pool for bodies received in place (see `connection`).
 
-A name of S3 has several addresses, each with a rate of its own, and an address may be out of order
-while the others serve. A resolver gives all connections that are opened at once the same order, so
-the pool spreads them itself, and leaves an address that fails.
+A host name of S3 has several addresses, each with its own rate; one may be down while the others
+serve. A resolver gives all connections that are opened at once the same order, so the pool spreads
+them itself, and avoids an address that fails.
 
-A general client copies each body at least once, and a cache moves nothing but bodies. This pool
-speaks to one origin, sends bodies with Content-Length, and knows no redirects, no cookies and no
+A general client copies each body at least once, and a cache moves little but bodies. This pool
+connects to one origin, sends bodies with Content-Length, and supports no redirects, cookies or
 proxies: behind a proxy `aiobotocore` is used instead (`s3.s3_store`). All of it belongs to one
 asyncio (or uvloop) loop.
 """
@@ -35,15 +35,15 @@ else:
     from async_timeout import timeout  # type: ignore[import-not-found,unused-ignore]
 
 IDLE_LIMIT_S = 20.0
-"""Longest idle time after which a connection is used again. Load balancers drop idle connections
-silently, and only a request that gets no answer would show it."""
+"""Longest idle time of a connection that is reused. Load balancers drop idle connections
+silently, which would show only when a request gets no answer."""
 BAD_S = 60.0
-"""Time for which an address is tried last after it took no connection or gave no answer."""
+"""Time for which an address is tried last after it accepted no connection or gave no answer."""
 READY_S = 300.0
 """Time after the last answer for which connections are kept ready: longer than an engine takes from
 its check of the bucket to its first request."""
 LOOK_S = 5.0
-"""Time between two looks at the connections that are kept ready."""
+"""Time between two checks of the connections that are kept ready."""
 _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 _AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, _SocketAddress]
 
@@ -51,9 +51,9 @@ _AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, _SocketA
 class Pool:
     """Connections to one origin.
 
-    tls: None for plain HTTP. size: connections at once; further requests wait their turn, in
-    order, for as long as their caller lets them. ready: connections that the first requests find
-    open, from the first answer on until nothing has been answered for `READY_S`.
+    tls: None for plain HTTP. size: most connections at once; further requests wait in order until
+    their caller gives up. ready: number of connections kept open for the next requests, from the
+    first answer until none has come for `READY_S`.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Pool:
         return response
 
     async def _keep_ready(self) -> None:
-        """Keep connections ready until nothing has been answered for `READY_S`, or one cannot be
-        opened. The next answer begins again."""
+        """Keep connections ready until no answer has come for `READY_S`, or one cannot be opened.
+        The next answer starts this again."""
         loop = asyncio.get_running_loop()
         try:
             while loop.time() < self._answered_s + READY_S:
@@ -160,7 +160,7 @@ class Pool:
 
     async def _renew(self, oldest_s: float) -> None:
         """Open connections until `ready` are open, in place of those idle since before `oldest_s`.
-        One after another: most are ready all the time, and requests get their turns between."""
+        One at a time: most stay ready meanwhile, and requests get their turns in between."""
         for _ in range(self._ready):
             old = next((c for c in self._idle if c.idle_since_s < oldest_s), None)
             if old is not None:
@@ -195,8 +195,8 @@ class Pool:
             raise StoreUnavailable(f"{self.origin}: {why}", code=code) from error
 
     async def _connect_in_order(self, tried: list[str]) -> Connection:
-        """Connect to the first address that takes the connection, and note in `tried` where that
-        was tried. Raises the last address's error; one of TLS at once."""
+        """Connect to the first address that accepts, and append each address tried to `tried`.
+        Raises the last address's error; a TLS error at once."""
         addresses = await self._addresses.in_order()
         for address in addresses[:-1]:
             tried.append(address)
@@ -259,17 +259,17 @@ def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
 class Addresses:
     """The addresses of `host`. Belongs to one asyncio loop.
 
-    The resolver is asked for every connection, so that a change of the name counts at once. Of its
-    answer the family of the first address is used, and addresses of another one only after those:
-    the resolver lists the family that this host can reach first. The address with the fewest
-    connections goes first, and one that has failed last.
+    The name is resolved for every connection, so a change of DNS takes effect at once. Addresses
+    that failed recently come last. Among the others, the family that the resolver lists first comes
+    first, because this host can reach it first; within a family, the address with the fewest
+    connections.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._is_address = _is_address(host)
         self.several = False
-        """Whether the name had several addresses when it was last asked for."""
+        """Whether the name had several addresses at the last lookup."""
         self._connections: Counter[str] = Counter()
         self._bad_until_s: dict[str, float] = {}
 
@@ -288,7 +288,7 @@ class Addresses:
         )
 
     def taken(self, address: str) -> None:
-        """Count a connection, or the attempt at one."""
+        """Count a connection or an attempt."""
         self._connections[address] += 1
 
     def left(self, address: str) -> None:

@@ -1,8 +1,8 @@
 """A pool whose connections are served by several threads, each with an event loop of its own.
 
 One event loop moves 2.4 GB/s, and less with TLS, while the network of a host with GPUs may carry
-ten times that. Loops receive and send without the GIL, so several of them add up: four moved
-5.6 GB/s (decision 30). What decides stays on the caller's loop: retries, hedging, window, digests.
+ten times that. Loops receive and send without the GIL, so the rates of several add up: four moved
+5.6 GB/s (decision 30). Retries, hedging, window and digests stay on the caller's loop.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _T = TypeVar("_T")
 _MOST_THREADS = 4
 """Eight moved no more than four."""
 _CORES_OF_A_THREAD = 4
-"""Cores for each thread: the engine needs most of them."""
+"""Cores per thread of ours: the engine needs most cores."""
 
 
 def threads_on(cores: int) -> int:
-    """Number of threads that move bodies, given the cores; 1 stands for the caller's own. Pure."""
+    """Number of threads that move bodies, for this number of cores; 1: the caller's own. Pure."""
     return max(1, min(_MOST_THREADS, cores // _CORES_OF_A_THREAD))
 
 
@@ -44,7 +44,7 @@ class ThreadedPool:
         self._threads = [_Thread(pool, new_loop()) for pool in pools]
 
     async def request(self, request: Request) -> Response:
-        """Send `request` by the pool with the fewest requests, as `Pool.request` does. Its
+        """Send `request` through the pool with the fewest requests, as `Pool.request` does. Its
         receiver is called in the thread of that pool."""
         if not self._threads:
             raise StoreError("this store has been closed")
@@ -56,13 +56,13 @@ class ThreadedPool:
             thread.requests -= 1
 
     async def close(self) -> None:
-        """End all connections and threads. Requests in use raise. Idempotent."""
+        """End all connections and threads. Requests in progress raise. Idempotent."""
         threads, self._threads = self._threads, []
         await asyncio.gather(*(thread.close() for thread in threads))
 
 
 class _Thread:
-    """An event loop on a daemon thread, and the pool that it serves. requests: under way."""
+    """An event loop on a daemon thread, and the pool that it serves. requests: in progress."""
 
     def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
         self.pool, self._loop = pool, loop
@@ -71,8 +71,8 @@ class _Thread:
         self._thread.start()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await `work` on this thread's loop. It has ended when this ends, however it ends; if this
-        is cancelled, so is `work`."""
+        """Await `work` on this thread's loop. `work` has always ended when this returns or raises.
+        Cancelling this cancels `work`."""
         here = asyncio.get_running_loop()
         over: asyncio.Future[None] = here.create_future()
         tasks: list[asyncio.Task[_T]] = []
@@ -97,8 +97,8 @@ class _Thread:
         self._loop.close()
 
     async def _end(self) -> None:
-        """End the pool, and the requests that have no connection yet: none ends once the loop has
-        stopped."""
+        """Close the pool, and cancel the requests that have no connection yet: after the loop has
+        stopped they would never end."""
         await self.pool.close()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:

@@ -1,7 +1,7 @@
 """Watch over requests: gives up on one that moves too slowly.
 
-The owner of the request says what it waits for and what has moved; `Watch` calls back when that has
-been too little for too long.
+The owner of the request reports what it waits for and how many bytes have moved; `Watch` calls back
+when too few have moved for too long.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASLEEP_S = 0.1
-"""Delay of a timer above which this loop did not run (the machine was stopped, or had no core to
-spare). The peer may not have run, either, so its silence means nothing yet: it gets as much time
-again as was slept, once per wait and no more than the wait."""
+"""Delay of a timer above which this loop counts as not having run (the machine was stopped, or had
+no spare core). The peer may not have run either, so its silence means nothing yet: its wait is
+extended by the delay, once per wait and by at most the wait itself."""
 
 
 class Stalled(Exception):
@@ -42,9 +42,9 @@ class Patience:
 class Watch:
     """The deadline of one request at a time. Belongs to one asyncio loop.
 
-    stalled: called once per wait, with the error. is_draining: asked at the end of a wait of so
-    many ms whether the peer takes the request fast enough although nothing has been reported; the
-    wait begins anew then.
+    stalled: called once per wait, with the error. is_draining: called at the end of a wait with its
+    length in ms; returns whether the peer takes the request fast enough although no progress was
+    reported. If so, the wait starts again.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Watch:
         self._for_answer = self._overslept = False
 
     def wait(self, wait_ms: int, *, for_answer: bool = False) -> None:
-        """Give up `wait_ms` from now, sooner or later than before. for_answer: the request has been
+        """Set the deadline to `wait_ms` from now, whatever it was. for_answer: the request has been
         sent."""
         self._wait_ms, self._for_answer, self._overslept = wait_ms, for_answer, False
         self._give_up_s = self._loop.time() + wait_ms / 1e3
@@ -76,7 +76,7 @@ class Watch:
         self._give_up_s = min(extended_s, at_most_s)
 
     def stop(self) -> None:
-        """Watch no longer, until the next `wait`."""
+        """Stop watching until the next `wait`."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -105,7 +105,7 @@ class Watch:
 
 
 async def watched(patience: Patience, work: Callable[[Watch], Coroutine[Any, Any, T]]) -> T:
-    """Run `work`, a request on somebody else's connection, or raise `Stalled` if it stands still.
+    """Run `work`, a request on a connection that is not ours, or raise `Stalled` if it stalls.
     `work` has ended in every case."""
     given_up: list[Stalled] = []
 

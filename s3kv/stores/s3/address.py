@@ -39,10 +39,10 @@ class Address:
     """Destination of requests for one bucket.
 
     url: of the bucket; a key follows it. region, service: those that requests are signed for; "*"
-    if a signature is valid in all regions. scheme: botocore's name for the way of signing:
+    if a signature is valid in all regions. scheme: botocore's name of the signature scheme:
     "v4", "v4-s3express" or "v4a". proxy_url: proxy that HTTPS_PROXY or HTTP_PROXY names for this
-    URL, with its password; empty: none. ca_bundle: file of certificate authorities from our
-    settings or botocore's; None: none named.
+    URL, with its password; empty if there is none. ca_bundle: file of certificate authorities from
+    our settings or botocore's; None if neither names one.
     """
 
     url: str
@@ -77,8 +77,8 @@ class Address:
 
 
 def authority_of(url: str) -> str:
-    """The header `Host` of requests to a URL, in the form that front ends put it into before they
-    verify a signature: in lower case, without the scheme's own port and a name's last dot."""
+    """The header `Host` of requests to a URL, normalised as front ends do it before they verify a
+    signature: in lower case, without the scheme's default port and the name's trailing dot."""
     parts = urlsplit(url)
     host = (parts.hostname or "").partition("%")[0].rstrip(".")
     port = "" if parts.port in (None, 443 if parts.scheme == "https" else 80) else f":{parts.port}"
@@ -107,7 +107,7 @@ def find_address(config: Config) -> Address:
             "s3",
             region_name=config.region,
             endpoint_url=config.endpoint_url,
-            aws_access_key_id="unused",  # else they would be looked for, in files and on networks
+            aws_access_key_id="unused",  # else botocore searches files and networks for them
             aws_secret_access_key="unused",
             config=BotocoreConfig(s3=addressing(config)),
         )
@@ -120,7 +120,7 @@ def find_address(config: Config) -> Address:
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         told = f"botocore's settings cannot be used: {masked(str(error))}"
         raise StoreError(told, code="botocore") from error
-    if "@" in urlsplit(url).netloc:  # not from endpoint_url, which has been looked at
+    if "@" in urlsplit(url).netloc:  # not from endpoint_url, which has been checked
         raise ConfigError(
             f"AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile names {masked(url)}: allowed is "
             "a URL without user and password (credentials are found as by every AWS tool)"
@@ -150,8 +150,8 @@ def find_address(config: Config) -> Address:
 
 
 def addressing(config: Config) -> Any:
-    """botocore's settings for S3 that follow from ours. "auto" leaves the style to botocore and its
-    files: the host name on AWS if its certificates allow that, the path elsewhere."""
+    """botocore's settings for S3, from ours. "auto" leaves the style to botocore and its files:
+    virtual-hosted style on AWS if its certificates allow that, path style elsewhere."""
     style = config.addressing_style
     return {} if style == "auto" else {"addressing_style": style}
 

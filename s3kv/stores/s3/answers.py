@@ -34,12 +34,12 @@ VERBS = {
     "s3:DeleteObject": "DELETE",
     "s3:ListBucket": "LIST",
 }
-"""Verbs that requests are counted as, by their IAM action; a HEAD is counted as one."""
+"""The verb that a request is counted under, by its IAM action; a HEAD is counted as "HEAD"."""
 _XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _Members = Mapping[str, str]
 _HAD_CHANGED = ("PreconditionFailed", "ConditionalRequestConflict")
 _UNREADABLE = (ElementTree.ParseError, LookupError, ValueError)
-"""Raised for a document that is no XML, has another encoding, or lacks a part."""
+"""Raised for a document that is not XML, has an unknown encoding, or lacks an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ _ERRORS: Sequence[tuple[Container[str], Container[int], type[StoreError], str]] 
     (_TRANSIENT, (408,), StoreUnavailable, "may work when sent again"),
     (_REFUSED, (413, 414), StoreRefused, "the store takes no such object or key"),
 )
-"""Errors by code and by status: their kind and their text. The first that fits counts."""
+"""Errors by code and by status: their kind and their text. The first match counts."""
 
 
 def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
@@ -117,14 +117,14 @@ def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
 
 
 def range_of(first: int, nbytes: int) -> str:
-    """The header `Range` of a request for `nbytes` from number `first` on."""
+    """The header `Range` of a request for `nbytes` from offset `first` on."""
     return f"bytes={first}-{first + nbytes - 1}"
 
 
 def length_of(call: Call, bounds: str | None, received: int, headers: Mapping[str, str]) -> int:
     """Length of the whole object. bounds: the header `Range` of the request, if it has one.
     received: length of the answer's body. Raises `StoreUnranged` if the answer is not that range,
-    up to the object's end."""
+    cut at the object's end."""
     whole = whole_of(bounds, headers, received)
     if whole is None:
         told = headers.get("content-range", "")
@@ -141,8 +141,8 @@ def _seconds(date: str | None) -> float | None:
 
 
 class ListingPage(NamedTuple):
-    """One page of a listing. folders: common prefixes. token: of the next page; empty: the last;
-    None: there are more, but no token, as from a server that knows only the first ListObjects."""
+    """One page of a listing. folders: common prefixes. token: of the next page; empty on the last;
+    None: more pages but no token, as from a server that supports only the first ListObjects."""
 
     objects: Sequence[ObjectInfo]
     folders: Sequence[str]
@@ -153,7 +153,7 @@ def read_page(body: bytes, call: Call) -> ListingPage:
     """One page of ListObjectsV2. Raises `StoreUnavailable` if the document cannot be read."""
     try:
         root = _root(body, "ListBucketResult")
-        # AWS and MinIO write a space as "+". Some servers ignore that the names are to be encoded.
+        # AWS and MinIO encode a space as "+". Some servers ignore the requested encoding.
         name = unquote_plus if root.findtext("{*}EncodingType") == "url" else str
         return ListingPage(
             [_listed(item, name) for item in root.iterfind("{*}Contents")],
@@ -177,7 +177,7 @@ def _listed(item: ElementTree.Element, name: Callable[[str], str]) -> ObjectInfo
 
 def deletion(objects: Sequence[ObjectInfo]) -> bytes:
     """The body of a DeleteObjects request. It deletes an object only if its ETag is unchanged (if
-    `ObjectInfo` has one), and asks for an answer that lists errors only."""
+    `ObjectInfo` has one), and requests an answer that lists errors only."""
     items = ""
     for info in objects:
         etag = f"<ETag>{escape(info.etag)}</ETag>" if info.etag else ""
@@ -186,7 +186,7 @@ def deletion(objects: Sequence[ObjectInfo]) -> bytes:
 
 
 def read_deletion(body: bytes, asked: int, call: Call) -> Sequence[str]:
-    """The keys that DeleteObjects left, as `left_by_deletion`. Raises `StoreUnavailable` if the
+    """The keys that DeleteObjects left; see `left_by_deletion`. Raises `StoreUnavailable` if the
     answer cannot be read; any of the objects may have been deleted then."""
     try:
         root = _root(body, "DeleteResult")
@@ -197,9 +197,9 @@ def read_deletion(body: bytes, asked: int, call: Call) -> Sequence[str]:
 
 
 def left_by_deletion(errors: Mapping[str, _Members], asked: int, call: Call) -> Sequence[str]:
-    """The keys that a deletion left. errors: key to the members of its error, of each object not
-    deleted. asked: number of objects to delete; if every one failed, but for those that had
-    changed, this raises the error: one that the store refuses to delete stops no others."""
+    """The keys that a deletion left. errors: the members of its error, by key of each object not
+    deleted. asked: number of objects to delete. If all are left, and not only because they had
+    changed, raises the first refusal; otherwise one refused object does not stop the others."""
     left = {key: said for key, said in errors.items() if said.get("Code") != "NoSuchKey"}
     failed = [key for key, said in left.items() if said.get("Code") not in _HAD_CHANGED]
     if failed and len(left) == asked:
@@ -235,9 +235,9 @@ def read_error(body: bytes) -> Mapping[str, str]:
 
 
 class Refusal(Exception):
-    """An answer of the store that is an error. error: to be raised if the answer is no result.
-    of_credentials: whether the caller is refused and not the call; a 401 or 403 without a code
-    counts. Parameters as for `error_about`."""
+    """Error answer of the store. error: to be raised unless the caller expects this answer.
+    of_credentials: whether the store refuses the caller rather than the call, which includes a 401
+    or 403 without a code. Parameters as for `error_about`."""
 
     def __init__(
         self, said: Mapping[str, str], status: int, call: Call, bucket_region: str | None = None

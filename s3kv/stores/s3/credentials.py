@@ -1,14 +1,14 @@
 """Credentials that requests are signed with: a user's, and those of a directory bucket's session.
 
 The user's come from botocore's chain, and are looked up again when the store refuses them. botocore
-renews credentials that have an expiry by itself (roles, container and instance endpoints,
-processes, sessions). It reads the others once, so that a rewritten shared credentials file would
-never be read again. A refusal is therefore taken as a hint that there may be new credentials now.
+itself renews credentials that expire (roles, container and instance endpoints, processes,
+sessions). It reads others only once, and would never see a rewritten shared credentials file. A
+refusal is therefore taken as a hint that there may be new credentials now.
 
 A directory bucket (S3 Express One Zone) accepts no requests signed with a user's own keys. The keys
 are exchanged for those of a session, which lasts five minutes and may read, or read and write, as
 its user may (https://docs.aws.amazon.com/AmazonS3/latest/API/API_CreateSession.html). botocore
-requests it: a client for one call takes some 30 ms of a thread, once in four minutes.
+requests it: the client for that call costs a thread some 30 ms, once in four minutes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from s3kv.stores.s3.answers import THROTTLED, Refusal
 T = TypeVar("T")
 
 _RENEW_NOW_S = 60
-"""Time before the end of credentials at which requests wait for new ones. botocore looks for them
-14 minutes earlier; requests use the old ones meanwhile, also if there are no others."""
+"""Time before credentials expire at which requests wait for new ones. botocore starts to look for
+them 14 minutes earlier; until then requests use the old ones, even if it finds no others."""
 _RENEW_AGAIN_S = 10.0
-"""Least time between two such looks: a source that fails is not asked for every request."""
+"""Least time between two such lookups: a failing source is not queried for every request."""
 _LOOK_AGAIN_S = 1.0
 """Least time between two searches for credentials. A bucket policy that refuses everything must not
 make us search for every request."""
 _LOOK_S = 10.0
-"""Longest wait for a source of credentials. The search goes on, for later requests."""
+"""Longest wait for a source of credentials. The search continues, for later requests."""
 _RENEW_SESSION_S = 60
 """Time before its end at which a session is replaced: a request signed in time may arrive late."""
 _NO_ANSWER = (
@@ -65,13 +65,13 @@ class Credentials:
     def __init__(self, find: Callable[[], Any], what: str = "credentials") -> None:
         self._find, self._what = find, what
         self._known: tuple[Any, ReadOnlyCredentials] | None = None
-        """The source, and its last answer. Written by the thread that looks."""
+        """The source, and its last answer. Written by the thread that searches."""
         self._looking: asyncio.Future[ReadOnlyCredentials] | None = None
         self._lock = asyncio.Lock()
         self._look_again_s = self._renew_again_s = 0.0
 
     async def used(self, attempt: Callable[[ReadOnlyCredentials], Awaitable[T]]) -> T:
-        """The result of `attempt`, which is made once more if the store refuses these credentials
+        """The result of `attempt`, which is repeated once if the store refuses these credentials
         and there are others."""
         frozen = await self.frozen()
         try:
@@ -115,11 +115,11 @@ class Credentials:
         return StoreUnavailable(f"{self._what} could not be fetched: {error!r}")
 
     def _look(self, anew: bool = False) -> asyncio.Future[ReadOnlyCredentials]:
-        """The search that is under way, or begins now: in the known source, unless `anew`. Do not
-        cancel it."""
+        """The search in progress, or a new one: in the known source, unless `anew`. Do not cancel
+        it."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._look_now, anew))
-            # An error that nobody waits for is not asyncio's to report.
+            # Retrieve the error: asyncio would log it if no request waits for it.
             self._looking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return self._looking
 
@@ -143,12 +143,12 @@ class Credentials:
 
 
 def users_credentials() -> Credentials:
-    """The user's, from botocore's chain."""
+    """The user's credentials, from botocore's chain."""
     return Credentials(_find_users)
 
 
 def session_credentials(config: Config) -> Credentials:
-    """Those of sessions in the directory bucket of the settings."""
+    """Credentials of sessions in the directory bucket of the settings."""
     what = f"credentials of s3express:CreateSession on {config.bucket}"
     return Credentials(partial(_open_session, config), what)
 
@@ -184,5 +184,5 @@ def _open_session(config: Config) -> RefreshableCredentials:
 
 
 def _ends_within(source: Any, seconds: int | None) -> bool:
-    """Whether its credentials end so soon. None: so soon that botocore would renew them."""
+    """Whether its credentials expire within this time; None: botocore's time to renew them."""
     return isinstance(source, RefreshableCredentials) and source.refresh_needed(seconds)

@@ -46,12 +46,12 @@ from s3kv.stores.store import ObjectInfo, Receiver
 from s3kv.stores.traffic import Traffic
 
 MIN_BYTES_PER_S = 16 * 2**10
-"""Lowest rate of a body; a slower one for `request_timeout_ms` is given up."""
+"""Lowest rate of a body. A request that is slower for `request_timeout_ms` is given up."""
 CONTENT_TYPE = "application/octet-stream"
 _WRITTEN = (200, 201, 204)
 SESSION_SCHEME = "v4-s3express"
 SCHEMES = ("v4", SESSION_SCHEME)
-"""The ways in which the fast client can sign, in botocore's names."""
+"""Signature schemes of the fast client, by botocore's names."""
 
 
 class _Signer(S3SigV4Auth):
@@ -66,7 +66,7 @@ class _SessionSigner(_Signer, S3ExpressAuth):
     """`_Signer` for a directory bucket, where the token goes into another header."""
 
     def __init__(self, keys: Any, service: str, region: str) -> None:
-        # Not S3ExpressAuth's own: it wants botocore's cache of sessions, and ours are elsewhere.
+        # Not S3ExpressAuth's own: it needs botocore's cache of sessions, and ours are elsewhere.
         S3SigV4Auth.__init__(self, keys, service, region)
 
 
@@ -121,9 +121,9 @@ def patience_of(config: Config) -> Patience:
 class FastClient:
     """The fast `S3Client`; its requests cost a fraction of botocore's.
 
-    address: the bucket's, if it is known already; signed with one of `SCHEMES`, and behind no
-    proxy. ready: connections that the pool keeps ready if it speaks TLS. Others are opened in a
-    round trip. threads: number of threads that move bodies; 1 stands for the caller's own.
+    address: the bucket's, if it is known already; it has one of `SCHEMES` and no proxy. ready:
+    connections that the pool keeps open if it uses TLS; others take one round trip to open.
+    threads: number of threads that move bodies; 1: the caller's own.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class FastClient:
             # A copy onto itself has to change something. These are the headers of every object.
             "x-amz-metadata-directive": "REPLACE",
             "Content-Type": CONTENT_TYPE,
-            # Not the ETag as well: with both, a right ETag would be all that counts. A second more,
-            # because servers that keep fractions report whole seconds and compare fractions.
+            # Not the ETag as well: with both, only a matching ETag would count. One second more,
+            # because servers that keep fractions report whole seconds but compare fractions.
             "x-amz-copy-source-if-unmodified-since": formatdate(modified_s + 1, usegmt=True),
         }
         await self._send("s3:PutObject", "PUT", key, headers=headers)
@@ -178,7 +178,7 @@ class FastClient:
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         body = deletion(objects)
-        # The one digest of a body that every server knows, and that AWS demands here.
+        # The only digest of a body that every server supports; AWS requires it here.
         md5 = hashlib.md5(body, usedforsecurity=False).digest()
         headers = {"Content-MD5": base64.b64encode(md5).decode(), "Content-Type": "application/xml"}
         query, place = {"delete": ""}, Place.of(body)
@@ -223,7 +223,7 @@ class FastClient:
         # the body.
         allowed: tuple[int, ...] = _WRITTEN if method in ("PUT", "DELETE") else (200,)
         if "Range" in (headers or {}):
-            allowed = OBJECT  # the caller looks at which of the two it is
+            allowed = OBJECT  # the caller checks which of the two it is
 
         async def attempt(frozen: Any) -> Response:
             request = sign(address, frozen, method, key or "", query=query, headers=headers)
@@ -245,7 +245,7 @@ class FastClient:
         return await credentials.used(attempt), call
 
     async def _open(self) -> tuple[Address, Credentials, Pool | ThreadedPool]:
-        """Open the pool once, however many first requests there are."""
+        """Open the pool once, even for several first requests at a time."""
         async with self._opening:
             if self._opened is None:
                 address = self._address or find_address(self._config)

@@ -1,13 +1,13 @@
-"""`ObjectStore` on S3 and everything that speaks its protocol.
+"""`ObjectStore` for S3 and every server that implements its protocol.
 
 It sends GET, PUT, HEAD and DELETE of an object, copies of an object onto itself, ListObjectsV2, and
 DeleteObjects for tools. An IAM policy needs s3:GetObject, s3:PutObject, s3:DeleteObject and
 s3:ListBucket, and for `erase` in a bucket with versions s3:DeleteObjectVersion. A directory bucket
 needs a session first (`credentials`), and s3express:CreateSession instead. Objects are written with
-one PUT, so the largest has 5 GiB; a chunk is thousands of times smaller.
+one PUT, so they have at most 5 GiB; a chunk is thousands of times smaller.
 
 Two clients can send the requests: the fast one, and AWS's SDK, which also serves what the fast one
-cannot. They are compared with each other (`test_sdk_client.py`); see decision 14.
+cannot. A test compares the two (`test_sdk_client.py`); see decision 14.
 
 This layer does not verify content: chunks carry a digest (`codec`). A PUT carries no
 checksum for the server, because many refuse it.
@@ -75,8 +75,8 @@ class S3Client(Protocol):
     async def head(self, key: str) -> ObjectInfo: ...
 
     async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
-        """Delete an object; version: that version of it, for good. Returns the version of the
-        delete marker that a versioned bucket puts in its place; else an empty text or `version`."""
+        """Delete an object, or permanently this version of it. Returns the version of the delete
+        marker that a versioned bucket puts in its place; otherwise an empty text or `version`."""
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         """Delete objects, each only if its ETag is unchanged. Returns the keys of those left."""
@@ -97,8 +97,8 @@ class S3Store:
     that was sent twice because the server closed an idle connection may find its own first copy,
     and returns False then.
 
-    Some servers do not know `If-None-Match`. Those that ignore it create the object again. Those
-    that refuse it (501, or 400 for no other reason) get plain PUTs from then on. With either kind,
+    Some servers do not support `If-None-Match`. Those that ignore it write the object again. Those
+    that refuse it (501, or 400 for no other reason) get plain PUTs afterwards. With either kind,
     `put` with `if_absent` always returns True: what it writes must not depend on who was first.
     """
 
@@ -106,7 +106,7 @@ class S3Store:
         self.client = client
         self._config = config
         self._conditional_puts: bool | None = None
-        """Whether the server knows them; None: not known yet."""
+        """Whether the server supports them; None: not known yet."""
         self._knows_batches = True
         self._keeps_versions = self._warned_of_versions = False
 
@@ -172,7 +172,7 @@ class S3Store:
     async def erase(self, key: str) -> bool:
         version = await _answer(self.client.delete(key, None), _GONE)
         erased = set[str]()
-        while version and version not in erased:  # it names one again if it does not delete it
+        while version and version not in erased:  # a server that deletes nothing repeats it
             erased.add(version)
             try:
                 await _answer(self.client.delete(key, None, version), _GONE)
@@ -254,7 +254,7 @@ class S3Store:
 async def _answer(
     request: Awaitable[T], is_none: Callable[[Refusal], bool] = lambda _: False
 ) -> T | None:
-    """The result of a request. A refusal is None if `is_none` holds, and otherwise its error."""
+    """The result of a request; None for a refusal that `is_none` accepts. Raises other refusals."""
     try:
         return await request
     except Refusal as refusal:
@@ -266,16 +266,16 @@ async def _answer(
 def open_store(config: Config, *, keeps_ready: bool = False) -> ObjectStore:
     """The bucket, through the client that `config.client` and the environment ask for.
 
-    keeps_ready: of TLS connections as many are kept open as fetches may run at once, as far as our
-    own client serves: for a process whose requests come in bursts.
+    keeps_ready: for a process whose requests come in bursts. Our own client then keeps as many TLS
+    connections open as fetches may run at once.
 
     Sends nothing yet. Logs a warning if the client is aiobotocore's. Raises `ConfigError` if
-    `client` is "fast" and that cannot serve, and if a package that the bucket needs is missing.
+    `client` is "fast" and cannot serve the bucket, or if a package that it needs is missing.
     """
     try:
         address = find_address(config)
     except StoreError:
-        # The store raises it again at first use, like every other trouble.
+        # The store raises it again at first use, like every other failure.
         return S3Store(config, FastClient(config))
     client, why = choose(config, address)
     if client == "fast":

@@ -1,4 +1,4 @@
-"""aiobotocore's client: AWS's SDK, changed only where it breaks promises.
+"""aiobotocore's client: AWS's SDK, changed only where it violates the contract of `S3Client`.
 
 It serves what the fast client cannot: proxies, and buckets that are named by an ARN. Each request
 is watched, counted and sent once, and its errors become ours. A request takes two to three times
@@ -50,7 +50,7 @@ T = TypeVar("T")
 Parsed = Mapping[str, Any]
 """A parsed answer, as the client returns it."""
 _Received = tuple[int, Mapping[str, str]]
-"""Of an answer with an object: the length of its body, which is in the place, and its headers."""
+"""Length of the body and headers of an answer with an object, whose body is in the place."""
 _BROKEN = (
     aiohttp.ClientError,
     botocore.exceptions.HTTPClientError,
@@ -64,7 +64,7 @@ _FAILURES = (
     Stalled,
     botocore.exceptions.BotoCoreError,
     botocore.parsers.ResponseParserError,
-    ValueError,  # botocore's, for a date that is none
+    ValueError,  # botocore's, for an invalid date
 )
 """Failures of a request without an answer, or with an answer that cannot be read."""
 
@@ -111,7 +111,7 @@ class SdkClient:
                     await _fill(memory, body, watch, receiver)
                 return nbytes, headers
             finally:
-                body.close()  # ends the connection, unless all of the body has come
+                body.close()  # ends the connection, unless all of the body has arrived
 
         nbytes, told = await self._ask("s3:GetObject", key, receive)
         call = self._call("s3:GetObject", key)
@@ -236,7 +236,7 @@ class SdkClient:
                 return StoreUnavailable(f"{method} to {origin} {error}")
             case botocore.exceptions.ConnectionError():
                 root = _root(error)
-                # A proxy resolves the store's name: a name that is not found is the proxy's own.
+                # A proxy resolves the store's name, so an unresolved name is the proxy's own.
                 unknown = bool(self._address.proxy) and isinstance(root, socket.gaierror)
                 if unknown or isinstance(error, botocore.exceptions.ProxyConnectionError):
                     status = getattr(error.kwargs.get("error"), "status", None)
@@ -268,9 +268,9 @@ class SdkClient:
             return self._client
 
     def _as_asked(self, params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-        """Adjust a request before it is signed. It does not wait for "100 Continue", which costs a
-        round trip, and hangs if a server does not know it. A bucket in another region is an error
-        and causes no two more requests. aiohttp's own `Host` may differ from the signed one."""
+        """Adjust a request before it is signed. Waiting for "100 Continue" costs a round trip, and
+        hangs if a server does not support it. A bucket in another region is an error, instead of
+        two more requests. aiohttp's own `Host` may differ from the signed one."""
         params["headers"].pop("Expect", None)
         params["headers"]["Host"] = authority_of(params["url"])
         if params["method"] == "PUT":
@@ -326,7 +326,7 @@ class _Pieces:
         raise NotImplementedError("nothing here takes a digest of the body")
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return offset  # each iteration begins anew
+        return offset  # each iteration starts from the front
 
     def tell(self) -> int:
         return 0
@@ -354,7 +354,7 @@ async def _fill(memory: Place, body: Any, watch: Watch, receiver: Receiver | Non
 
 
 class _Renewed(AioCredentials):  # type: ignore[misc]
-    """A session's credentials and their provider: ours as they are at each request, so that both
+    """Credentials of a botocore session and their provider: always our current ones, so that both
     see new ones."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -369,7 +369,7 @@ class _Renewed(AioCredentials):  # type: ignore[misc]
 
 
 def _root(error: botocore.exceptions.BotoCoreError) -> BaseException:
-    """The error of the operating system or TLS inside aiohttp's inside botocore's."""
+    """The OS or TLS error inside aiohttp's error, which is inside botocore's."""
     if isinstance(error, botocore.exceptions.ConnectTimeoutError):
         return asyncio.TimeoutError()
     inner = error.kwargs.get("error", error)
