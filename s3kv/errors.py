@@ -1,21 +1,21 @@
 """The errors s3kv raises, and the caller's reaction to each.
 
     S3KVError
-    ├── ConfigError          a setting is wrong: stop, show the message, it names the setting
+    ├── ConfigError          a setting is wrong: stop and show the message, which names it
     ├── UnsupportedError     the model or engine set-up cannot be served: stop, show the reason
     ├── StoreError           an object-store call failed
-    │   ├── StoreDenied      credentials or permissions: tell a person, retrying does not help
-    │   ├── StoreMissing     the bucket itself does not exist: tell a person
-    │   ├── StoreRefused     too large an object, too long a key: do not send it again
+    │   ├── StoreDenied      credentials or permissions: needs a person, retrying does not help
+    │   ├── StoreMissing     the bucket itself does not exist: needs a person
+    │   ├── StoreRefused     object too large or key too long: do not send it again
     │   ├── StoreUnranged    a range was not served as requested: read the whole object
     │   └── StoreUnavailable network, throttling, server error: may work later
-    │       └── StoreThrottled   the store throttles requests (SlowDown): send fewer, then again
+    │       └── StoreThrottled   the store throttles requests (SlowDown): send fewer, then retry
     ├── IoProcessError       the I/O process could not be started, or has died
     ├── ClosedError          the store is closed: open another one
     └── CopyError            a device refused a copy to or from the caller's tensors
 
-In flight none of these reaches the engine: a failed job ends with an `Outcome`, and a miss is
-always a right answer. They are for start-up and for users of the library.
+None of these reaches a running engine: a failed job ends with an `Outcome`, and a miss is always a
+correct answer. They are raised at start-up, and to users of the library.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class UnsupportedError(S3KVError):
 class StoreError(S3KVError):
     """An object-store call failed.
 
-    code: the store's code, such as "AccessDenied"; if no store has answered, one of ours, in lower
-    case; empty without a code. region: the bucket's region, if the store told it.
+    code: the store's code, such as "AccessDenied"; if no store answered, one of s3kv's own, in
+    lower case; empty without a code. region: the bucket's region, if the store reported it.
     """
 
     def __init__(self, message: str = "", *, code: str = "", region: str | None = None) -> None:
@@ -68,7 +68,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreThrottled(StoreUnavailable):
-    """The store asks for fewer requests (503 SlowDown, 429)."""
+    """The store throttles requests (503 SlowDown, 429)."""
 
 
 class IoProcessError(S3KVError):
@@ -76,7 +76,7 @@ class IoProcessError(S3KVError):
 
 
 class ClosedError(S3KVError):
-    """A method of a store was called after `close`, or was waiting for room when it was called."""
+    """A method of a store was called after `close`, or was waiting for room during `close`."""
 
 
 class CopyError(S3KVError, RuntimeError):

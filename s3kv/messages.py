@@ -21,18 +21,18 @@ class JobKind(enum.Enum):
     SAVE = "save"
     UPLOAD = "upload"
     USE = "use"
-    """A question about an object that is used and not read: EXISTS or MISSING, CANCELLED if it is
-    not known. Moves nothing."""
+    """A check of an object that is used but not read. Ends as EXISTS, MISSING, or CANCELLED if the
+    answer is unknown. Moves no bytes."""
 
 
 class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A job of the I/O process, from the plan that orders it to the process: fill a slot with the
-    object of `key`, seal and upload the object in a slot, or look at an object that was used and
-    not read. It ends once per rank, with a `JobEnd` of its kind, which is never SAVE.
+    """A job of the I/O process, as sent in plans and to the process: fill a slot with the object of
+    `key`, seal and upload the object in a slot, or check an object that was used but not read. It
+    ends once per rank, with a `JobEnd` of its kind, which is never SAVE.
 
     job_id: unique among the jobs that have not ended. slot: number of its first slot, each of
-    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk. near: a
-    fetch asks only the sources of this host.
+    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item instead of a chunk.
+    near: a fetch tries only the sources of this host.
     """
 
     job_id: int
@@ -59,8 +59,8 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """Part of a load or of a save: the copy between the device blocks `block_ids` and blocks
-    `first_block …` of the object in `slot`, of its part for a KV-cache group of the engine."""
+    """Part of a load or save: the copy between the device blocks `block_ids` of one KV-cache group
+    and the blocks from `first_block` on of that group's part of the object in `slot`."""
 
     group: int
     slot: int
@@ -84,15 +84,15 @@ class StepPlan:
     fences: saves (by job id) whose source blocks this step overwrites; their copies must have
         read the blocks before anything of this step writes.
     cancels: fetches without waiters. They still end, and only their end frees the slot.
-    withdrawals: fetches that come too late for the requests that asked. They are cancelled if they
-        have not been sent yet; otherwise the chunk serves the next request that asks, and its time
-        measures the bucket's speed.
-    abandons: requests whose load the engine waits for although it will not happen; each ends as
+    withdrawals: fetches that are too late for the requests that needed them. They are cancelled if
+        they have not been sent yet; otherwise the chunk serves the next request that needs it, and
+        its time measures the bucket's speed.
+    abandons: requests whose load will not happen although the engine waits for it; each ends as
         failed.
     linger_s: longest wait of a worker at the end of this step for one of its loads or fetches to
         end, because the engine is otherwise idle.
-    number: of a step whose time is measured. The ranks' report repeats it, because vLLM passes on
-        no output of a step that computes nothing, unless a connector reports something.
+    number: the number of a step whose time is measured. The ranks' report repeats it, because vLLM
+        forwards the output of a step without computation only if a connector reports something.
     """
 
     jobs: tuple[BucketJob, ...] = ()
@@ -110,22 +110,22 @@ EMPTY_PLAN = StepPlan()
 
 
 class JobEnd(msgspec.Struct, array_like=True, tag=1):
-    """The end of a job: nothing reads or writes its part of the slab on its behalf any more. The
-    I/O process and the ranks report with it; in the reports of several ranks it has the worst
-    outcome, the longest time and all bytes.
+    """The end of a job: nothing reads or writes its part of the slab for it any more. The I/O
+    process and the ranks send it as their report; merged over several ranks, it has the worst
+    outcome, the longest time and the sum of the bytes.
 
     nbytes: bytes moved; of an object, by the last attempt; 0 unless it succeeded. seconds: from the
         first attempt to the end, including retries, excluding the wait for its turn.
     ranks: number of ranks that it covers.
-    detail: for a person: why it did not succeed; else empty.
+    detail: the cause of a failure, for a person to read; otherwise empty.
     reason: why an object did not verify (`headers.Mismatch`); "quarantined" if the object is known
         to be bad and was not read; otherwise empty.
-    fresh_s: after a success, the time from which on a use of the object is to be reported, because
-        the object may be due for a refresh, or gone; of several ranks, the shortest.
-    source: name of the source that decided a fetch ("bucket"), the last one asked for a miss; of
+    fresh_s: after a success, the time until a use of the object has to be reported, because the
+        object may then be due for a refresh, or gone; of several ranks, the shortest.
+    source: name of the source that decided a fetch ("bucket"), for a miss the last one tried; of
         several ranks, the slowest one's. Empty for other jobs, and for a fetch that was never sent.
-    near: whether only sources of this host were asked, so that the end says nothing about the
-        bucket; of several ranks, whether that is so on all of them.
+    near: whether only sources of this host were tried, so the end implies nothing about the bucket;
+        of several ranks, whether this holds for all of them.
     """
 
     job_id: int
@@ -143,8 +143,8 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
 
 @dataclass(slots=True)
 class StepReport:
-    """The report of one or more ranks after a step, and of steps before it whose report vLLM has
-    held back. `ends` is keyed by job id and kind. number: that of the newest plan."""
+    """The report of one or more ranks on a step, and on earlier steps whose reports vLLM held back.
+    `ends` is keyed by job id and kind. number: that of the newest plan."""
 
     ends: dict[tuple[int, JobKind], JobEnd] = field(default_factory=dict)
     number: int | None = None

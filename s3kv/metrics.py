@@ -2,12 +2,12 @@
 
 There is one table per connector, from which the metrics are registered, sent, summed and documented
 (docs/metrics.md). An entry `name` is exported as `vllm:s3kv_<name>` (`vllm:s3kv_ec_<name>` by the
-EC connector); a counter has Prometheus' `_total` behind it.
+EC connector); Prometheus appends `_total` to a counter.
 
-A value travels between processes under its key: the name, and after a bar each of its labels'
-values in the order of the table, as in "io_requests|GET|2xx". The kind says how the values of
-several ranks become one: counters are added, the observations of histograms are joined, and of a
-gauge the last value stands. Gauges are the scheduler's alone, so no two ranks report the same one.
+Between processes, a value is identified by its key: the name, then a bar and the value of each
+label in the table's order, as in "io_requests|GET|2xx". The kind decides how values of several
+ranks merge: counters are added, the observations of histograms are joined, and a gauge keeps its
+last value. Only the scheduler reports gauges, so no two ranks report the same one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _COPY_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. labels: each with all values it can have. buckets: upper bounds, of a histogram.
-    scale: factor of a value at its export; it travels as a whole number."""
+    """One metric. labels: each with all its possible values. buckets: a histogram's upper bounds.
+    scale: the factor applied at export; between processes, the value is a whole number."""
 
     doc: str
     kind: Kind = "counter"
@@ -49,12 +49,12 @@ class Metric:
 
 
 def name_of(key: str) -> str:
-    """The metric a value belongs to."""
+    """The name of the metric in a key."""
     return key.partition("|")[0]
 
 
 def labels_of(key: str) -> tuple[str, ...]:
-    """The values of its labels, in the order of the table."""
+    """The values of the labels in a key, in the order of the table."""
     return tuple(key.split("|")[1:])
 
 
@@ -74,8 +74,8 @@ _REFUSED: Mapping[str, str] = {
     "encryption": "Encrypted objects that do not decrypt: moved, damaged or forged",
     "quarantined": "Objects not requested because they are known to be bad",
 }
-"""The parts of `fetch_corrupt` (`headers.Mismatch`); and, not part of it, the objects without a
-codec, and the requests that the quarantine spared."""
+"""The parts of `fetch_corrupt` (`headers.Mismatch`). Not part of it, but also listed: the objects
+without a codec, and the requests that the quarantine avoided."""
 
 MISSES: Mapping[str, str] = {
     "fetch_missing": "absent",
@@ -87,7 +87,7 @@ MISSES: Mapping[str, str] = {
     "fetches_without_room": "memory_full",
     "fetches_refused_by_breaker": "breaker_open",
 }
-"""The planners' counters of chunks or items wanted and not served, and the reason of each."""
+"""The planners' counters of chunks or items wanted but not served, and the reason for each."""
 
 UNSAVED: Mapping[str, str] = {
     "saves_without_room": "memory_full",
@@ -95,14 +95,14 @@ UNSAVED: Mapping[str, str] = {
     "saves_believed_present": "believed_present",
     "saves_doubtful": "doubtful",
 }
-"""The KV planner's counters of chunks computed and not saved, and the reason of each. Those of
-`saves_dropped` in none of them are "inflight"."""
+"""The KV planner's counters of chunks computed but not saved, and the reason for each. The rest of
+`saves_dropped` is "inflight"."""
 
 TIER_UNSAVED: Mapping[str, str] = {
     "saves_refused_by_breaker": "breaker_open",
     "saves_after_reset": "reset",
 }
-"""The same of the tier's planner."""
+"""The same for the tier's planner."""
 
 _REASONS = tuple(dict.fromkeys(MISSES.values()))
 
@@ -164,7 +164,7 @@ _ENGINE: Mapping[str, Metric] = {
     ),
     "internal_errors": Metric("Bugs of s3kv that made it stop caching in this engine."),
 }
-"""The metrics both connectors have in the same words."""
+"""The metrics that both connectors have with the same wording."""
 
 
 def _fetches(what: str, per: str) -> dict[str, Metric]:
@@ -266,8 +266,8 @@ KV_METRICS: Mapping[str, Metric] = {
     ),
     **_ENGINE,
 }
-"""The metrics of the KV connector. Every rank saves and fetches a chunk, so whatever is "per rank"
-is counted once for each. Of ranks that hold the same KV, the first alone uploads."""
+"""The metrics of the KV connector. Every rank saves and fetches a chunk, so a metric "per rank"
+counts each chunk once per rank. Of ranks that hold the same KV, only the first uploads."""
 
 TIER_METRICS: Mapping[str, Metric] = {
     **{name: KV_METRICS[name] for name in ("prefill_tokens_per_s", "saves")},
@@ -324,6 +324,6 @@ EC_METRICS: Mapping[str, Metric] = {
     ),
     **_ENGINE,
 }
-"""The metrics of the EC connector. Encoder outputs are the same on all ranks; one counts."""
+"""The metrics of the EC connector. Encoder outputs are the same on all ranks; only one counts."""
 
 assert set(_REFUSED) == {*get_args(Mismatch), "quarantined"}

@@ -13,8 +13,8 @@ class Place:
     adjoin it.
 
     Both are contiguous bytes, and either may be empty. An object shorter than its place fills the
-    header before the payload. A place owns no memory. Whoever makes it keeps both buffers mapped,
-    and leaves them to the coroutine or the function that has the place until that ends.
+    header before the payload. A place owns no memory. Its creator keeps both buffers mapped, and
+    leaves them alone until the coroutine or function that has the place ends.
     """
 
     header: memoryview
@@ -42,7 +42,7 @@ class Place:
         return tuple(view for view in views if view)
 
     def cut(self, begin: int, end: int) -> Place:
-        """The part with the bytes from number `begin` to before `end`; 0 <= begin <= end."""
+        """The bytes from `begin` up to, but not including, `end`; 0 <= begin <= end."""
         seam = len(self.header)
         if self._both is not None:
             return Place.of(self._both[begin:end], max(0, min(seam, end) - begin))
@@ -50,14 +50,13 @@ class Place:
         return Place(self.header[begin:end], self.payload[behind])
 
     def pieces(self, most_bytes: int) -> Iterator[memoryview]:
-        """The bytes in order, in views of at most so many."""
+        """The bytes in order, in views of at most `most_bytes`."""
         for view in self.views:
             for at in range(0, len(view), most_bytes):
                 yield view[at : at + most_bytes]
 
     def write(self, data: bytes | bytearray | memoryview, begin: int = 0) -> None:
-        """Copy `data` to the bytes from number `begin` on. Raises `ValueError` if it does not
-        fit."""
+        """Copy `data` to the place from byte `begin` on. Raises `ValueError` if it does not fit."""
         if self._both is not None:
             self._both[begin : begin + len(data)] = data
             return
@@ -67,9 +66,9 @@ class Place:
 
 
 def copy_bytes(parts: Iterable[bytes | memoryview], target: bytearray | memoryview) -> int:
-    """Copy `parts`, one behind the other, to the front of `target`, without the GIL, and return
-    their length. A copy that holds it would stop the threads that receive: at 5 GB/s for half of
-    the time. Views are of writable memory. Raises `ValueError` if they do not fit."""
+    """Copy `parts` back to back to the front of `target`, without the GIL, and return their total
+    length. Holding the GIL would stop the receiving threads, at 5 GB/s half of the time. Views must
+    be of writable memory. Raises `ValueError` if the parts do not fit."""
     at = ctypes.addressof((ctypes.c_char * len(target)).from_buffer(target))
     nbytes = 0
     for part in parts:

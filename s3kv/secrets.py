@@ -1,6 +1,6 @@
 """Secrets of the settings `integrity` and `encryption`, read from the places that they name.
 
-No error has any part of a secret.
+No error message contains any part of a secret.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from s3kv.errors import ConfigError
 
 _SECRET_MIN_BYTES = 16
 _MOST_MASTER_KEYS = 4
-"""Each one but the first costs a request for every absent chunk."""
+"""Each key after the first costs one request per absent chunk."""
 _BASE64 = "[0-9a-zA-Z+/]"
 _MASTER_KEY = re.compile(
     rf"[0-9a-fA-F]{{64}}|kms:({_BASE64}{{4}})*{_BASE64}{{2}}(==|{_BASE64}=|{_BASE64}{{2}})"
@@ -35,9 +35,9 @@ def integrity_secret(config: Config) -> bytes:
 
 
 def encryption_keys(config: Config) -> tuple[str, list[str]]:
-    """The place, in words, of the master keys of encryption "aes-gcm", and the keys, the one that
-    encrypts first: each 64 hex digits, or "kms:" and base64. Raises `ConfigError`, which names the
-    place."""
+    """The place, in words, of the master keys of encryption "aes-gcm", and the keys, starting with
+    the one that encrypts: each 64 hex digits, or "kms:" and base64. Raises `ConfigError`, which
+    names the place."""
     where, text = _read("encryption_keys_file", config.encryption_keys_file, KEYS_VARIABLE)
     keys = text.decode("ascii", "replace").split()
     bad = [number for number, key in enumerate(keys, 1) if not _MASTER_KEY.fullmatch(key)]

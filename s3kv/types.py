@@ -1,6 +1,6 @@
-"""The nouns every part of s3kv shares.
+"""Types that every part of s3kv shares.
 
-Nothing here acts, and nothing here imports torch, vLLM, asyncio or a network client.
+The module does no I/O, and imports neither torch, vLLM, asyncio nor a network client.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def default_chunk_tokens(block_tokens: int) -> int:
 
 
 class Tally(Counter[str]):
-    """Counters by name. `version` grows with every change, so that a reader who comes in every step
-    need not compare them all."""
+    """Counters by name. `version` grows with every change, so a reader that runs in every step need
+    not compare them all."""
 
     version = 0
 
@@ -34,7 +34,7 @@ class Tally(Counter[str]):
         super().__setitem__(name, value)
 
     def update(self, *more: Any, **named: int) -> None:
-        self.version += 1  # the first one does not pass by `__setitem__`
+        self.version += 1  # the first update bypasses `__setitem__`
         super().update(*more, **named)
 
 
@@ -82,8 +82,8 @@ class Span(NamedTuple):
 
 
 class ItemShape(NamedTuple):
-    """Shape of an item's object: the rows of its tensor, and its length in bytes (for a fetch, the
-    most it may be)."""
+    """Shape of an item's object: the rows of its tensor, and its length in bytes (for a fetch, its
+    maximum length)."""
 
     rows: int
     nbytes: int
@@ -91,8 +91,8 @@ class ItemShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The tiers that hold something. bucket: None if the bucket has not been asked yet, or so long
-    ago that it may have deleted it."""
+    """The tiers that hold an object. bucket: None if the bucket has not been checked yet, or so
+    long ago that the object may have been deleted."""
 
     device: bool
     host: bool
@@ -109,16 +109,16 @@ class Outcome(enum.IntEnum):
     MISSING = 2
     """The bucket has no such object. A miss, and an answer."""
     CANCELLED = 3
-    """Given up before it was sent, or stopped on request. Says nothing about the bucket."""
+    """Given up before it was sent, or stopped on request. Implies nothing about the bucket."""
     CORRUPT = 4
     """The object failed verification. A miss; the object must not be fetched again."""
     DENIED = 5
-    """Credentials or permissions forbid it. Retrying does not help until somebody changes them."""
+    """Credentials or permissions forbid it. Retrying does not help until they are changed."""
     FAILED = 6
     """Anything else: the network, the server, a copy. May work later."""
     INVALID = 7
-    """The job itself is at fault: its key, its place, its size, or that it crashes the I/O process.
-    It never works, whatever the bucket does; it is not tried again."""
+    """The job itself is at fault: its key, place or size is wrong, or it crashes the I/O process.
+    It can never succeed, whatever the bucket does, and is not retried."""
 
     @property
     def is_success(self) -> bool:
@@ -151,8 +151,8 @@ def item_bytes(dtype: str) -> int:
 class TensorSpec:
     """One tensor of an object: a safetensors dtype name and a row-major shape.
 
-    layers: what each of its blocks is made of, in order; empty for a tensor that has no blocks.
-    order: of a layer, a letter for each dimension of its page, such as "NHC"; see `device.layout`.
+    layers: the layers that make up each of its blocks, in order; empty for a tensor without blocks.
+    order: for a layer, one letter per dimension of its page, such as "NHC"; see `device.layout`.
     """
 
     name: str

@@ -1,22 +1,21 @@
 """The vLLM edge: the only package that imports vLLM, and the only one that may catch everything.
 
-vLLM looks up connector classes here by name (`kv_connector_module_path: "s3kv.connectors"`, and
-`ec_connector_module_path` likewise). They are imported on first use, so that importing the package
-costs nothing.
+vLLM looks up connector classes here by name (`kv_connector_module_path` and
+`ec_connector_module_path`: "s3kv.connectors"). They are imported on first use, so importing the
+package is cheap.
 
     KV             encoder outputs
     kv             ec               vLLM's hooks, passed on to the side of this process
     kv_scheduler   ec_scheduler     the side in the engine-core process
     kv_worker      ec_worker        the side in each worker process
-    kv_translate   ec_translate     which models are served; vLLM's objects in s3kv's words
+    kv_translate   ec_translate     which models are served; vLLM's objects as s3kv's types
 
-What a key stands for: `identity` (the namespace) with `model_identity` and `weights`;
+The meaning of keys: `identity` (the namespace) with `model_identity` and `weights`;
 `request_hashes` with `media`, and with `adapters` (scheduler) and `adapter_loads` (workers).
-For several sides: `telemetry`, `metrics`, `log`, `events` (for routers), `linger`,
+Shared by several sides: `telemetry`, `metrics`, `log`, `events` (for routers), `linger`,
 `guard` (errors), `worker_memory`; `plugin` registers the connectors.
 
-Importing it raises `ImportError` if another package `s3kv` is in the way, and with a vLLM that is
-too old.
+Importing it raises `ImportError` if another package `s3kv` is in the way, or if vLLM is too old.
 """
 
 from __future__ import annotations

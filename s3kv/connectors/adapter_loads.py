@@ -1,6 +1,6 @@
 """Record of the adapters (LoRA) that this worker process has loaded, and its reports of them.
 
-Only the process that loads an adapter knows its content: the files may change before or after the
+Only the process that loads an adapter can know its content: files may change before or after the
 load. vLLM has no hook for a load. So this module wraps the one function that reads an adapter,
 `WorkerLoRAManager._load_adapter`, and digests the files before and after the load. If the two
 digests are equal, this content was loaded.
@@ -36,8 +36,8 @@ _pack, _unpack = functools.lru_cache(1)(pickle.dumps), functools.lru_cache(1)(pi
 
 
 class AdapterStep(NamedTuple):
-    """A step's number. reported: that of the last step whose report on adapters the scheduler had
-    when it planned this one."""
+    """A step's number. reported: the number of the last step whose adapter report the scheduler had
+    received when it planned this one."""
 
     number: int
     reported: int
@@ -48,7 +48,7 @@ NO_STEP = AdapterStep(0, 0)
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter as it was loaded. name: what vLLM hashes of it. digest: of its files."""
+    """An adapter as it was loaded. name: the part that vLLM hashes. digest: that of its files."""
 
     name: str
     digest: bytes
@@ -56,8 +56,8 @@ class LoadedAdapter(NamedTuple):
 
 @dataclass(slots=True)
 class AdapterReport:
-    """The adapters that one or more ranks have loaded after the step `number`, by vLLM's number of
-    the adapter. It has only those on whose content all these ranks agree."""
+    """The adapters that one or more ranks have loaded after the step `number`, by vLLM's adapter
+    number. It contains only adapters whose content is the same on all these ranks."""
 
     number: int
     by_id: dict[int, LoadedAdapter] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class AdapterLoads:
         self._manager: Any = None
         self._by_id: dict[int, tuple[str, LoadedAdapter]] = {}
         self._contents: dict[str, bytes | None] = {}
-        """By the name vLLM shares KV by: the loads' digest; None if they differ or are unknown."""
+        """Digest by the name under which vLLM shares KV; None if loads differ or are unknown."""
         self._step = NO_STEP
         self._has_changed = False
         """Whether the content of a name has changed since the last report."""
@@ -116,8 +116,8 @@ class AdapterLoads:
 
     @property
     def may_save(self) -> bool:
-        """Whether the scheduler knows of every name whose content has changed. Until then the saves
-        that it plans would get the hashes of the previous content."""
+        """Whether the scheduler has a report of every name whose content has changed. Until then,
+        the saves that it plans would get the hashes of the previous content."""
         return not self._has_changed and self._step.reported >= self._change_step
 
     def report(self) -> AdapterReport:
@@ -165,7 +165,7 @@ class AdapterLoads:
             self._manager = manager
             self._by_id.clear()
         content = None
-        if isinstance(after, Digest):  # of the files, with the way in which vLLM reads them
+        if isinstance(after, Digest):  # of the files, and of the way vLLM reads them
             fused = getattr(adapter, "is_3d_lora_weight", False)
             content = bytes.fromhex(after.hexadecimal) + (b"3d" if fused else b"")
         self._note(adapter, content)
@@ -202,8 +202,8 @@ class AdapterLoads:
 def _detach(model: Any) -> None:
     """Give the loaded adapter memory of its own.
 
-    If vLLM does not pin the tensors, they are the mapped file. A write to that file changes them
-    until vLLM copies them to the model, which may be any number of steps from now.
+    Tensors that vLLM does not pin are mappings of the file. A write to the file changes them until
+    vLLM copies them to the model, which may be any number of steps later.
     """
     layers = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) as the scheduler knows them, from the workers' reports.
+"""Adapters (LoRA) in the scheduler's view, from the workers' reports.
 
 vLLM hashes an adapter by name and path, not by content. So chunks computed with an adapter are kept
 under hashes that include the digest of the files that the workers loaded
@@ -66,8 +66,8 @@ class KnownAdapters:
         return self._step
 
     def on_report(self, report: AdapterReport) -> list[str]:
-        """Take in the merged report of all ranks. Returns the requests whose hashes are derived
-        from an adapter that no longer holds."""
+        """Process the merged report of all ranks. Returns the requests whose hashes are derived
+        from outdated adapter content."""
         self._step = AdapterStep(self._step.number, report.number)
         self._by_id = report.by_id
         outdated = []
@@ -79,8 +79,8 @@ class KnownAdapters:
         return outdated
 
     def arrived(self, request_id: str, adapter: LoRARequest, now_s: float) -> bytes | None:
-        """Note a new request. Returns the digest from which to derive its hashes, as known now;
-        None if the request must not be cached."""
+        """Register a new request. Returns the current digest from which to derive its hashes; None
+        if the request must not be cached."""
         name = hashed_name(adapter)
         use = _Use(adapter, name, None, self._step.number + 1, now_s + _MAX_WAIT_S)
         use.believed = self._loaded(use)
@@ -116,7 +116,7 @@ class KnownAdapters:
         self._uses.pop(request_id, None)
 
     def _certain(self, use: _Use) -> LoadedAdapter | None:
-        """The adapter that the request will be computed with. Its number may be another's, too."""
+        """The adapter that the request will be computed with. Another may have the same number."""
         number = use.adapter.lora_int_id
         previous, self._names[number] = self._names.get(number, use.name), use.name
         is_reported = self._step.reported >= use.from_step

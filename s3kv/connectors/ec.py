@@ -91,7 +91,7 @@ class S3ECConnector(ECConnectorBase):
         return False, collect_ec_item_metadata(request.mm_features, self._resolver) or None
 
     def get_ec_connector_stats(self) -> S3ECStats | None:
-        """The statistics, from the scheduler's side alone, which has the workers' reports."""
+        """The statistics. Only the scheduler's side has them: it receives the workers' reports."""
         return self._scheduler.stats() if self.role is ECConnectorRole.SCHEDULER else None
 
     def shutdown(self) -> None:

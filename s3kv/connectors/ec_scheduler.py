@@ -65,8 +65,8 @@ _SIDES: WeakSet[ECSchedulerSide] = WeakSet()
 @dataclass(slots=True)
 class _MediaRequest:
     """A request with media. items: the item of each feature; None for one that is not cached.
-    limits: those of the request's tokens, which media take, too. computed_tokens: value in the last
-    pass. settled: later passes may skip the request, unless it has lost tokens."""
+    limits: the request's token limits, which also apply to media. computed_tokens: value in the
+    last pass. settled: later passes may skip the request, unless it has lost tokens."""
 
     items: list[Wanted | None]
     limits: RequestLimits
@@ -76,7 +76,7 @@ class _MediaRequest:
 
 def reset_items() -> None:
     """Make the encoder outputs of all EC connectors in this process unreachable. vLLM reports
-    changed weights to its KV connector alone, which calls this."""
+    changed weights only to its KV connector, which calls this."""
     for side in [*_SIDES]:
         side.reset()
 
@@ -104,7 +104,7 @@ class ECSchedulerSide(Guarded):
         self._tier: Tier | None = None
         self._requests: dict[str, _MediaRequest] = {}
         self._salt = b""
-        """Of the items' hashes since the last reset."""
+        """Salt of the items' hashes since the last reset."""
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
         self._has_polled = False
@@ -144,8 +144,8 @@ class ECSchedulerSide(Guarded):
             # That of the model's embeddings; the encoder's may be a multiple.
             width=int(vllm_config.model_config.get_inputs_embeds_size()),
             max_wait_s=config.max_wait_ms / 1000,
-            # Twice: an encoder-only instance's output waits for no device. Its step waits, but only
-            # until the device has begun the step as many before.
+            # Doubled: an encoder-only instance's output waits for no device. Its step does, but
+            # only until the device has begun the step `max_concurrent_batches` earlier.
             steps_inflight=1 + 2 * int(vllm_config.max_concurrent_batches),
             may_load=may_load,
             may_save=may_save,
@@ -326,7 +326,7 @@ class ECSchedulerSide(Guarded):
 
 
 def _shape_of(span: Span, slab: Slab) -> ItemShape:
-    """The shape of an item in the slab, by its verified header."""
+    """The shape of an item in the slab, from its verified header."""
     header = slab.view[span.offset : span.offset + HEADER_BYTES]
     (tensor,) = read_header(header, object_bytes=span.nbytes).tensors
     return ItemShape(tensor.shape[0], span.nbytes)

@@ -64,7 +64,7 @@ def worker_rendezvous(vllm_config: VllmConfig, tp_rank: int) -> str:
 def wanted(
     feature: MultiModalFeatureSpec, digests: MediaDigests, salt: bytes, *, trust_media_names: bool
 ) -> Wanted | None:
-    """The item of a feature that no adapter changes, `salted`; None if its content is unknown."""
+    """The `salted` item of a feature that no adapter changes; None if its content is unknown."""
     if feature.modality == _PASSED_THROUGH:
         return None
     content = None if trust_media_names else digests.of(feature)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 class ECWorkerSide(Guarded):
     """The worker's side of one rank. Raises `ConfigError` or a `StoreError` at start. Afterwards it
-    raises only if it cannot carry out a load that was promised: vLLM has no encoder input then."""
+    raises only if it cannot carry out a promised load, because vLLM then lacks that item."""
 
     def __init__(
         self, config: Config, vllm_config: VllmConfig, *, may_load: bool, may_save: bool
@@ -104,7 +104,7 @@ class ECWorkerSide(Guarded):
         return Outbox(tier.client, tier.slab, time.monotonic)
 
     def _take(self, slab: Slab) -> None:
-        """Take in the scheduler's slab. Runs on the taker's thread, during the engine's start."""
+        """Accept the scheduler's slab. Runs on the taker's thread, during the engine's start."""
         slab.ask_for_huge_pages()
         self._copies.attach(slab.view)
         self._loads_from = slab
@@ -196,7 +196,7 @@ class ECWorkerSide(Guarded):
 
     @guarded(default=lambda: None)
     def _end_step(self) -> None:
-        # vLLM's second model runner tells only a producer what it has encoded.
+        # vLLM's second-generation model runner reports what it has encoded only to a producer.
         for identifier in self._cache.keys() - self._counted:
             self.save(self._cache, identifier)
         if self._rows:

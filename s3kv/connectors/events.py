@@ -38,8 +38,8 @@ class KVEvents:
     """The events of one engine, made from the `log` that the planner writes. Used from the engine's
     thread. Call `read` after every hook in which the planner may have written.
 
-    They are of the first coverage only, in the name of its first group. It is the one
-    with full attention, if there is one, and what a router should know is how far a prefix goes.
+    Events cover only the first coverage, under the name of its first group. That is the one with
+    full attention, if there is one: a router needs only the length of the prefix.
 
     is_published: whether vLLM publishes events. Otherwise `log` is None, and nothing is kept.
     """
@@ -49,8 +49,8 @@ class KVEvents:
         self._sizes = sizes
         self._requests: dict[str, Request] = {}
         self._chunks: dict[ChunkKey, dict[str, Any]] = {}
-        """The content of each chunk that is in flight or in host memory, as the fields of its
-        events: its request may end before them. The token ids are an array, for its size."""
+        """The event fields of each chunk that is in flight or in host memory, because its request
+        may end before its events. The token ids are an array, to save memory."""
         self._events: list[KVCacheEvent] = []
 
     def add_request(self, request: Request) -> None:
@@ -72,7 +72,7 @@ class KVEvents:
         return events
 
     def reset(self) -> None:
-        """Announce that nothing announced before can be reached any more."""
+        """Announce that everything announced before is unreachable."""
         self.read()
         self._chunks.clear()
         self._events = [] if self.log is None else [kv_events.AllBlocksCleared()]

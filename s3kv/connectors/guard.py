@@ -1,9 +1,9 @@
-"""Guard of the engine: the errors of s3kv that reach it at start; none does afterwards.
+"""Guard of the engine: errors of s3kv reach it at start, and none reaches it afterwards.
 
-At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`). After that a hook
-that fails is a bug of s3kv, and the engine must not die of it. So the side of the connector in
-which it failed logs the error once, stops caching for good, and answers from then on as if it held
-nothing (`guarded`). A worker's side reports it to the scheduler's, which then offers nothing.
+At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`). After that, a
+failing hook is a bug of s3kv, and must not kill the engine. So that side of the connector logs the
+error once, stops caching for good, and then answers as if it held nothing (`guarded`). A worker's
+side reports the failure to the scheduler's side, which then offers nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Guarded:
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Decorate a hook: it answers `default()` once any guarded hook of its object has failed."""
+    """Decorate a hook: it returns `default()` once any guarded hook of its object has failed."""
 
     def wrap(hook: Hook) -> Hook:
         @functools.wraps(hook)

@@ -1,6 +1,6 @@
 """Fingerprint of an engine: everything that changes a chunk's bytes or their meaning.
 
-A setting counts if it changes the function that the engine computes of tokens, images and adapter
+A setting counts if it changes the function that the engine computes from tokens, images and adapter
 (weights, code, number format, mask), or the format of the result (layout). It does not count if it
 only reorders the same arithmetic (kernels, compilation, batches): a different rounding is not a
 different answer. The fingerprint leaves out what the block hashes cover (tokens, salts, images by
@@ -164,12 +164,12 @@ def fingerprint(
 def offload_fingerprint(
     config: Config, vllm_config: VllmConfig, offloading: OffloadingConfig, row_bytes: int
 ) -> dict[str, Any]:
-    """The same for the rows of vLLM's offloading, as the scheduler's process knows them.
+    """The same for the rows of vLLM's offloading, from the settings of the scheduler's process.
 
-    A row has the KV of all ranks. Where vLLM says that its bytes do not depend on the parallel
-    sizes (`canonical_layout`, MLA), these do not count. The attention backends are the workers' and
-    may lay out pages in their own ways, so what they are chosen by stands for them: the device, and
-    the backend that was requested.
+    A row has the KV of all ranks. Where vLLM declares its bytes independent of the parallel sizes
+    (`canonical_layout`, MLA), these do not count. The attention backends run in the workers, and
+    each may lay out pages differently. The inputs to their selection stand for them: the device and
+    the requested backend.
     """
     from vllm.platforms import current_platform
 
@@ -202,7 +202,7 @@ def offload_fingerprint(
 
 
 def _states(vllm_config: VllmConfig) -> list[Any] | None:
-    """What the bytes of a state mean, which padding makes equally long; None without states."""
+    """Settings that define a state's bytes, all padded to one length; None without states."""
     if not (vllm_config.model_config.has_inner_state or vllm_config.model_config.is_hybrid):
         return None
     drafts = fields(vllm_config.speculative_config, ("num_speculative_tokens",))
@@ -236,7 +236,7 @@ def _kv_cache(
 
 
 def _fnuz() -> str:
-    """A mark of the platforms that read other numbers from the 8 bits of an fp8: AMD's gfx94x."""
+    """A mark of the platforms on which the 8 bits of an fp8 mean other numbers: AMD's gfx94x."""
     from vllm.platforms import current_platform
 
     return " fnuz" if current_platform.is_fp8_fnuz() else ""
@@ -263,7 +263,7 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
     model, load = vllm_config.model_config, vllm_config.load_config
     name = config.model_id or f"{model.model}@{model.revision or ''}"
     weights = local_weights(model, load, config.weights_digest)
-    additional = getattr(vllm_config, "additional_config", None)  # a platform's, and maybe secret
+    additional = getattr(vllm_config, "additional_config", None)  # a platform's; may be secret
     return {
         "format": FORMAT_VERSION,
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
@@ -279,7 +279,7 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _content(name: str) -> str | None:
-    """The value of a variable; of a ..._CONFIG, the digest of the file that it names, if any."""
+    """The value of a variable; for a ..._CONFIG, the digest of the file that it names, if any."""
     value = os.environ[name]
     return file_digest(value) if name.endswith("_CONFIG") and os.path.isfile(value) else value
 
@@ -293,7 +293,7 @@ def _multimodal(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | None:
-    """The part for speculative decoding. A draft model's KV shares the chunks of the model's."""
+    """The part for speculative decoding. A draft model's KV is in the chunks of the model's KV."""
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     found = fields(speculative, _SPECULATIVE)
     draft = getattr(speculative, "draft_model_config", None)
@@ -310,7 +310,7 @@ def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | No
 
 
 def _attention_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """Names of the attention backends. Those for the CPU lay out one shape differently."""
+    """Names of the attention backends. CPU backends lay out the same shape differently."""
     layers = vllm_config.compilation_config.static_forward_context
     names = (n for group in kv_cache_config.kv_cache_groups for n in group.layer_names)
     backends = (getattr(layers.get(name), "attn_backend", None) for name in names)

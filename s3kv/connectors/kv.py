@@ -163,7 +163,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        # vLLM calls this and has the class from 0.32 on.
+        # vLLM has this hook and the class since 0.32.
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         bucket = self._scheduler.bucket_tokens(request, num_external_tokens)

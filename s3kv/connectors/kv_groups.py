@@ -82,8 +82,8 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
 
 
 def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
-    """Raise `UnsupportedError` if a request cannot go on after the KV of a prefix. vLLM turns its
-    own cache off for such a model, and asks connectors all the same. None: unknown layers."""
+    """Raise `UnsupportedError` if a request cannot resume after the KV of a prefix. vLLM turns its
+    own cache off for such a model, but still queries connectors. None: unknown layers."""
     layers = [] if kv_cache_config is None else layers_of(kv_cache_config)
     if any(getattr(layer, "non_causal", False) for layer in layers):
         raise UnsupportedError(
@@ -104,8 +104,8 @@ def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 def _check_states(vllm_config: VllmConfig) -> None:
-    """Raise `UnsupportedError` if a block of a state group may be something else than the state
-    after its last token, once a step has ended there."""
+    """Raise `UnsupportedError` if a block of a state group may differ from the state after its last
+    token, once a step has ended there."""
     cache = vllm_config.cache_config
     if cache.mamba_cache_mode != "align":
         raise UnsupportedError(
@@ -150,8 +150,8 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
 
 
 def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[Coverage, ...]:
-    """The engine's groups, joined where they need the same positions: those with full attention,
-    then by how far they reach. Every rank and every engine with this model numbers them alike.
+    """The engine's groups, joined where they need the same positions: full attention first, then
+    ordered by reach. Every rank and every engine with this model numbers them alike.
 
     Raises `ConfigError` if no chunk of this length fits them.
     """
@@ -176,7 +176,7 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[Covera
 
 def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
     """Tokens whose KV in full attention takes `STATE_SPACING` times the bytes of a state; 1 without
-    full attention, beside which a state is large or small."""
+    full attention, the yardstick for a state's size."""
     state_bytes = token_bytes = 0
     for group in kv_cache_config.kv_cache_groups:
         layers = list(_layers(group.kv_cache_spec))
@@ -194,7 +194,7 @@ def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
 def states_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coverage: Coverage
 ) -> dict[str, Any]:
-    """Meaning of the pages of states, whose layout shows bytes alone; empty for other kinds."""
+    """Meaning of the pages of states, whose layout shows only bytes; empty for other kinds."""
     if not coverage.kind.is_sparse:
         return {}
     groups = kv_cache_config.kv_cache_groups
@@ -233,7 +233,7 @@ def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
 
 
 def layers_of(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
-    """The specs of all layers; of layers that are alike, there may be one for a whole group."""
+    """The specs of all layers. Equal layers of a group may share one spec."""
     groups = kv_cache_config.kv_cache_groups
     return [layer for group in groups for layer in _layers(group.kv_cache_spec)]
 

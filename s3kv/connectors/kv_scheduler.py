@@ -76,7 +76,7 @@ class SchedulerSide(Guarded):
         miscounts_sessions: bool = False,
     ) -> None:
         """has_priorities: vLLM may preempt a request in the pass in which it is scheduled.
-        miscounts_sessions: vLLM may take tokens of a session's next turn for computed."""
+        miscounts_sessions: vLLM may count tokens of a session's next turn as computed."""
         self._config = config
         self._sizes = sizes
         self._may_load = may_load
@@ -107,11 +107,11 @@ class SchedulerSide(Guarded):
         self.planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
 
     def set_workers(self, handshakes: list[WorkerHandshake]) -> None:
-        """Take in the reports of all ranks once they are up. Raises `UnsupportedError` if the ranks
-        do not fit together.
+        """Accept the reports of all ranks once they are up. Raises `UnsupportedError` if the ranks
+        do not match.
 
-        vLLM 0.33 calls this again whenever the engine wakes up. The planner stays the same then: it
-        knows which slots are in use, and the salt that makes earlier chunks unreachable.
+        vLLM 0.33 calls this again whenever the engine wakes up. The planner is then kept: it holds
+        the record of slots in use, and the salt that makes earlier chunks unreachable.
         """
         passed = Counter(handshakes)
         if self._passed_at_start is not None:
@@ -197,8 +197,8 @@ class SchedulerSide(Guarded):
             self.planner.prefetch(request.request_id, local, now_s, tokens=request.num_tokens)
 
     def _settle(self, request: Request) -> None:
-        """Fix a request's adapter before it is computed; enter it again with another one. Fix the
-        limits of a session's turn."""
+        """Fix a request's adapter before it is computed; re-enter the request if the adapter has
+        changed. Fix the limits of a session's turn."""
         if getattr(request, "resumable", False):
             self.planner.restrict(request.request_id, read_limits(params_of(request)))
         is_as_believed, adapter = self.adapters.settle(request.request_id)
@@ -208,8 +208,8 @@ class SchedulerSide(Guarded):
             self._enter(request, adapter, limits)
 
     def _local_tokens(self, request: Request) -> int:
-        """Tokens of the request's prefix in the engine's own cache now, as far as the first group
-        knows. It is used only if its tables have no gaps, and its blocks are hashed one by one."""
+        """Tokens of the request's prefix in the engine's own cache now, counted in the first group.
+        0 unless that group's tables have no gaps and its blocks are hashed one by one."""
         first = self._sizes.coverages[0]
         is_known = first.kind.is_cumulative and first.block_tokens == self._sizes.hash_tokens
         if self.pool is None or not is_known:
@@ -249,8 +249,8 @@ class SchedulerSide(Guarded):
         return self.planner.bucket_tokens(request.request_id, external_tokens)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The plan of a step. If the planner has failed, it abandons the loads since the last, and
-        fences all saves under way, because the engine may give their blocks to other requests."""
+        """The plan of a step. If the planner has failed, the plan abandons the loads promised since
+        the last one, and fences all saves under way, because the engine may reuse their blocks."""
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
         if plan is None:
@@ -278,9 +278,9 @@ class SchedulerSide(Guarded):
         return plan
 
     def _forget_uncomputed(self, pool: BlockPool, preempted: Iterable[str]) -> None:
-        """Take out of vLLM's cache the blocks that it gave to these requests in this pass and then
-        took back. It has hashed them, and nobody computes them (vllm#57580): requests that hit them
-        would answer wrongly, and their chunks would be uploaded."""
+        """Remove from vLLM's cache the blocks that it gave to these requests in this pass and then
+        took back. They are hashed but never computed (vllm#57580): requests that hit them would get
+        wrong answers, and their chunks would be uploaded."""
         wrong, known = set[bytes](), self._sizes.hash_tokens
         for request_id in preempted:
             computed = self._computed.get(request_id, 0)

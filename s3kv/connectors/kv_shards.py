@@ -26,11 +26,11 @@ _BY_HEADS = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpe
 _HEAD_COUNT = re.compile(
     "kv_?head|key_value_head|head_kv|heads_in_group|attention_group|query_group"
 )
-"""Names in a model's configuration that hold a number of KV heads, or that decide it."""
+"""Names in a model's configuration that hold or determine a number of KV heads."""
 _PLAIN = (str, int, float, bool, type(None))
 _KINDS = _BY_HEADS | {"MLAAttentionSpec"}
 _DTYPES = {"BF16", "F16", "F32"}
-"""Dtypes of KV that is not quantised. Quantised KV stays by rank: scales may differ between ranks,
+"""Dtypes of KV that is not quantised. Quantised KV stays per rank: scales may differ between ranks,
 and may be in the pages."""
 _ORDERS = dict.fromkeys(("LBHNC", "BLHNC", "LHBNC", "BHLNC"), "HNC")
 _ORDERS |= dict.fromkeys(("LBNHC", "BLNHC"), "NHC")
@@ -40,10 +40,10 @@ _ORDERS |= dict.fromkeys(("LBNHC", "BLNHC"), "NHC")
 def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size: int) -> int:
     """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
 
-    vLLM reports them for MLA. A draft model's layers count, too: those with heads of their own
-    differ between the ranks. For a model with fewer KV heads than ranks vLLM reports nothing. It
-    gives each head to consecutive ranks (`QKVParallelLinear`), so they are equal where all layers
-    have the same number of heads.
+    vLLM reports this number for MLA. The layers of a draft model also count: those with heads of
+    their own differ between ranks. For a model with fewer KV heads than ranks, vLLM reports
+    nothing. It gives each head to consecutive ranks (`QKVParallelLinear`), so these are equal if
+    all layers have the same number of heads.
     """
     if kv_cache_config.kv_tp_replicas > 1:
         return int(kv_cache_config.kv_tp_replicas)
@@ -53,23 +53,23 @@ def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size
     heads = 0 if model.use_mla else model.get_total_num_kv_heads()
     if not heads or tp_size % heads or not kinds <= _BY_HEADS:
         return 1
-    # A draft may have other heads, and code of Transformers divides them as it likes.
+    # A draft may have other heads, and Transformers' code divides them in its own way.
     is_known = vllm_config.speculative_config is None and not model.using_transformers_backend()
-    # Quantised KV has one byte a number, and its scales may differ between ranks.
+    # Quantised KV has one byte per number, and its scales may differ between ranks.
     alike = all(layer.num_kv_heads == 1 and layer.dtype.itemsize > 1 for layer in layers)
     return tp_size // heads if is_known and alike and _has_heads(model, heads) else 1
 
 
 def _has_heads(model: ModelConfig, heads: int) -> bool:
-    """Whether the model's configuration names this number of KV heads, and no other one. Where it
-    does, layers may differ (MiMo-V2, Step-3.5, Nemotron-NAS), though each rank has one head of
-    each."""
+    """Whether the model's configuration names this number of KV heads, and no other. If it names
+    others, layers may differ (MiMo-V2, Step-3.5, Nemotron-NAS), even if each rank has one head of
+    each layer."""
     counts = list(_head_counts(model.hf_text_config.to_dict()))
     return bool(counts) and all(count == heads for count in counts)
 
 
 def _head_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
-    """The numbers of KV heads in a configuration, at every depth; None: it cannot be read."""
+    """The numbers of KV heads in a configuration, at every depth; None for an unreadable value."""
     for name, value in config.items():
         counts = _HEAD_COUNT.search(str(name)) is not None
         for element in value if isinstance(value, (list, tuple)) else [value]:
@@ -82,15 +82,15 @@ def _head_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
 
 
 def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) -> list[str]:
-    """The shard of each rank, as it stands in object keys: pipeline stage by pipeline stage. Ranks
-    with one name hold the same, and the first of them uploads it.
+    """The shard name of each rank, as in object keys, pipeline stage by pipeline stage. Ranks with
+    the same name hold the same KV, and the first of them uploads it.
 
     equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer.
     """
     from vllm.distributed.utils import get_pp_indices
 
     # With MLA every rank holds all of the KV: one latent head. A model's code may leave either
-    # count out (None or 0). Then the ranks are counted, so that each has a name.
+    # count out (None or 0). Then the number of ranks replaces it, so each has its own name.
     heads = 1 if model.use_mla else model.get_total_num_kv_heads() or tp_size
     layers = model.get_total_num_hidden_layers() or pp_size
     stages = [range(*get_pp_indices(layers, stage, pp_size)) for stage in range(pp_size)]
@@ -172,7 +172,7 @@ def _share(
 
 
 def _template(vllm_config: VllmConfig, layouts: Mapping[int, PageLayout], shard: Shard) -> str:
-    """The pattern of the layers' names, where another stage's layers follow from it."""
+    """The pattern of the layers' names, if it also yields the layers of other stages."""
     total = vllm_config.model_config.get_total_num_hidden_layers()
     if len(layouts) > 1 or shard.total_layers != total:
         return ""
@@ -183,8 +183,8 @@ def _template(vllm_config: VllmConfig, layouts: Mapping[int, PageLayout], shard:
 def kinds_of_layers(
     layout: PageLayout, pages: Pages | None, shard_name: str
 ) -> list[dict[str, Any]]:
-    """The different kinds of layers, without names, for the fingerprint. Every pipeline rank has
-    the same. With shared pages, each has all of the model's heads, so every size has the same."""
+    """The different kinds of layers, without names, for the fingerprint. They are the same on every
+    pipeline rank. With shared pages, each has all of the model's heads, so all sizes agree."""
     shard = Shard.parse(shard_name)
     kinds: list[dict[str, Any]] = []
     for layer in layout.describe()["layers"]:

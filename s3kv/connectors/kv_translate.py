@@ -70,8 +70,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def check_steps_end_whole(vllm_config: VllmConfig) -> None:
-    """Raise `UnsupportedError` if experts may leave out a rank that does not answer. vLLM then
-    finds out after the step, when its KV has been saved."""
+    """Raise `UnsupportedError` if experts may skip a rank that does not answer. vLLM then detects
+    it after the step, when its KV has been saved."""
     parallel = vllm_config.parallel_config
     leaves_out = parallel.enable_fault_tolerance or parallel.all2all_backend == "nixl_ep"
     if leaves_out and is_in_lockstep(vllm_config):
@@ -85,11 +85,11 @@ def writes_around_fences(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sizes: KVGeometry
 ) -> tuple[bool, bool]:
     """Whether a step may write to blocks before it calls `handle_preemptions`, which sets fences,
-    and whether to the blocks of its loads between that call and its forward.
+    and whether it may write to the blocks of its loads between that call and its forward.
 
     The second-generation model runner does the first, and the first-generation one the second, in
-    two cases. They zero new blocks, if layers have different precisions. They copy the block in
-    which a partial hit ends, if hashes are finer than blocks.
+    two cases: they zero new blocks if layers have different precisions, and they copy the block in
+    which a partial hit ends if hashes are finer than blocks.
     """
     writes = kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
     second_runner = vllm_config.use_v2_model_runner
@@ -98,7 +98,7 @@ def writes_around_fences(
 
 def check_hashes_are_stable(vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` if the block hashes differ between processes. vLLM's own function returns
-    the seed; a random seed is another one at each call."""
+    the seed; a random seed changes with each call."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
@@ -157,8 +157,8 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
 
 
 def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list[int]]:
-    """By request: the numbers of tokens after which the engine has every state in a full block, by
-    its own account. Some kernels write states within a step, and not at its end alone."""
+    """By request: the numbers of tokens after which the engine reports every state in a full block.
+    Some kernels write states within a step, not only at its end."""
     sparse = [coverage for coverage in sizes.coverages if coverage.kind.is_sparse]
     reported = output.kv_connector_block_state.boundary_state_offloads if sparse else {}
     found: dict[str, list[int]] = {}
@@ -178,7 +178,7 @@ def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list
 
 def written_blocks(output: SchedulerOutput) -> tuple[frozenset[int], frozenset[int]]:
     """Blocks that the engine writes to before the forward, and those of them that it copies to; it
-    zeroes others. They are blocks of scheduled requests or of loads, named once more to be sure."""
+    zeroes the others. All belong to scheduled requests or loads; listed again to be safe."""
     copied = frozenset(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
     return copied.union(output.new_block_ids_to_zero or ()), copied
 
@@ -195,8 +195,8 @@ class PlanMetadata(KVConnectorMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's message to the scheduler when it is ready to serve. A worker sends one.
 
-    object_bytes: the length of a chunk's object in each coverage; empty, if there is one:
-    then an object takes one slot. pinned: whether all of the host memory is; None without a GPU.
+    object_bytes: the length of a chunk's object in each coverage; empty if there is only one: then
+    an object takes one slot. pinned: whether all host memory is pinned; None without a GPU.
     known: whether the namespace has objects; None if the bucket has not answered.
     """
 

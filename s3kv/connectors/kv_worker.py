@@ -75,21 +75,21 @@ class WorkerSide(Guarded):
         self._tier: Tier | None = None
         self._handshake: WorkerHandshake | None = None
         self._has_passed_handshake = False
-        """Whether vLLM has requested the handshake. Under `MultiConnector` it requests that of the
-        first connector alone."""
+        """Whether vLLM has requested the handshake. Under `MultiConnector` it requests only the
+        first connector's."""
         self._stranded: set[str] = set()
         self._unstarted: set[str] = set()
-        """Requests whose load is in the plan begun last, and has not been started."""
+        """Requests whose load is in the current plan and has not been started."""
         self._error: BaseException | None = None
-        """The error that was being handled when the step began: one of the engine's caller."""
+        """The error that was being handled when the step began, by a caller of the engine."""
         lora = vllm_config.lora_config
         # Made here, because vLLM loads no adapter before the KV caches exist.
         self._adapters = AdapterLoads(lora, config.weights_digest) if lora is not None else None
         self._fences_at_once, self._loads_after_writes = writes_around_fences(
             vllm_config, kv_cache_config, sizes
         )
-        # Before a sleep, which takes this allocator alone, vLLM waits for the device and then
-        # unmaps the memory. It does not wait for a copy that has not been launched yet.
+        # Only memory of this allocator is unmapped for a sleep. vLLM waits for the device first,
+        # but not for a copy that has not been launched yet.
         self._launches_at_once = (
             not ANNOUNCES_SLEEP
             and vllm_config.model_config.enable_cumem_allocator
@@ -121,7 +121,7 @@ class WorkerSide(Guarded):
             members={c.number: c.members for c in coverages},
         )
         pinned = copies.copier.pinned
-        if not pinned:  # pinning has mapped the pages; without it, the first copies would
+        if not pinned:  # pinning maps the pages; without it, the first copies would map them
             tier.slab.prefault(processors=beside_the_model())
         object_bytes = tuple(slots.formats[c.number].object_bytes for c in coverages)
         self._handshake = WorkerHandshake(
@@ -147,7 +147,7 @@ class WorkerSide(Guarded):
         }
 
     def _parts(self, slots: Slots, layouts: dict[int, PageLayout]) -> dict[int, int]:
-        """Where the part of each of vLLM's groups begins in its objects."""
+        """Offset of the part of each of vLLM's groups in its objects."""
         begins: dict[int, int] = {}
         for coverage in self._sizes.coverages:
             at = slots.formats[coverage.number].header_bytes
@@ -239,8 +239,8 @@ class WorkerSide(Guarded):
             self._unstarted = set()
 
     def begin(self, plan: StepPlan, step: AdapterStep | None = None) -> None:
-        """Begin a step. The loads that the last step should have started and has not, because it or
-        s3kv failed, end as failed: the engine waits for them."""
+        """Begin a step. Loads that the previous step should have started but did not, because it or
+        s3kv failed, end as failed, because the engine waits for them."""
         self._error = sys.exc_info()[1]
         self._stranded |= self._unstarted
         self._unstarted = {order.request_id for order in plan.loads} | set(plan.abandons)
@@ -255,8 +255,8 @@ class WorkerSide(Guarded):
 
     @property
     def _fails(self) -> bool:
-        """Whether the step has failed. The first-generation runner then calls the hooks all the
-        same and discards their answers. The KV of the step is incomplete."""
+        """Whether the step has failed, so that its KV is incomplete. The first-generation runner
+        still calls the hooks then, but discards their answers."""
         return sys.exc_info()[1] is not self._error
 
     @guarded(default=lambda: None)

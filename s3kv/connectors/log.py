@@ -1,7 +1,7 @@
-"""s3kv's lines in vLLM's log: their format, the line of a start, and the line of a minute.
+"""s3kv's lines in vLLM's log: their format, the line at start, and the line per minute.
 
-vLLM configures the logger `vllm` and no other. `join_vllm_log` hands s3kv's lines to it, so that
-they have the same time, level and process. `TrafficLine` decides from counts and the time.
+vLLM configures only the logger `vllm`. `join_vllm_log` hands s3kv's lines to it, so they show time,
+level and process in the same way. `TrafficLine` decides from counters and the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BUCKET = {
 
 
 class _VllmHandler(logging.Handler):
-    """Handler that passes records on to vLLM's logger, whatever handlers that has by then."""
+    """Handler that passes records on to vLLM's logger and to the handlers it has at that time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("vllm").handle(record)
@@ -44,7 +44,7 @@ class _VllmHandler(logging.Handler):
 def join_vllm_log() -> None:
     """Log the lines of the logger `s3kv` as vLLM logs its own. Idempotent.
 
-    Does nothing if somebody has configured the logger `s3kv`, for example by
+    Does nothing if the logger `s3kv` is already configured, for example by
     VLLM_LOGGING_CONFIG_PATH.
     """
     ours = logging.getLogger("s3kv")
@@ -56,7 +56,7 @@ def join_vllm_log() -> None:
 
 
 def leave_to_first_rank(rank: int) -> None:
-    """Log what all ranks would log alike in one of them only: not in this one, unless it is 0."""
+    """Restrict lines that all ranks would log alike to rank 0: silence them on any other `rank`."""
     logging.getLogger(ENGINE_LOG).setLevel(logging.WARNING if rank else logging.NOTSET)
 
 
@@ -77,14 +77,14 @@ def start_line(
     endpoint = next(filter(None, named), "the default endpoint")
     known = {handshake.known for handshake in handshakes}
     novelty = "known" if known == {True} else "the bucket does not answer yet"
-    # One rank may see what another has just written, so the namespace is new if it is to any.
+    # A rank may find objects that another has just written, so one "new" makes the namespace new.
     novelty = "new" if False in known else novelty
     memory = sum(handshake.slot_count * handshake.slot_bytes for handshake in handshakes)
     pinned = {handshake.pinned for handshake in handshakes}  # None: no GPU
     is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
     note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
     content = f", {content}"
-    # With several coverages an object takes several slots, and nobody knows which will be there.
+    # With several coverages an object takes several slots, and the future mix is unknown.
     chunks = "chunks" if len(coverages) > 1 else count(handshakes[0].slot_count, "chunk")
     if coverages:
         content = (
@@ -104,17 +104,17 @@ class TrafficLine:
     passes the time.
 
     The first line is due as soon as a request has finished, every other after `INTERVAL_S`. An
-    engine without steps logs nothing, so a line may be on more than a minute.
+    engine without steps logs nothing, so a line may cover more than a minute.
     """
 
     hits: ClassVar[tuple[str, str, str]]
-    """Counters of what came from the bucket, came from host memory, and was computed."""
+    """Names of the counters of bucket hits, host memory hits, and computed units."""
     words: ClassVar[tuple[str, str, str, str]]
     """The title, the unit of the hits, the verb for computing, and the noun for objects."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """Counters beside the planner's."""
+        """Counters in addition to the planner's."""
         self._before: Mapping[str, int] = {}
         self._logged_s: float | None = None
 
@@ -186,12 +186,12 @@ class PromptTraffic(TrafficLine):
     def __init__(self) -> None:
         super().__init__()
         self._waiting: dict[str, float] = {}
-        """Beginning of the wait of each request that waits."""
+        """Start of the wait of each waiting request."""
         self._prompts: dict[str, int] = {}
         """Tokens of each request that has been looked up and not scheduled."""
 
     def looked_up(self, request_id: str, tokens: int, now_s: float, *, waits: bool) -> None:
-        """Note the answer to the lookup of a request of so many tokens: whether it waits."""
+        """Record the result of the lookup of a request of `tokens` tokens: whether it waits."""
         self._prompts[request_id] = tokens
         if waits:
             self._waiting.setdefault(request_id, now_s)
@@ -199,12 +199,12 @@ class PromptTraffic(TrafficLine):
             self._end_wait(request_id, now_s)
 
     def scheduled(self, request_id: str, computed_tokens: int) -> None:
-        """Note that the engine computes a request from here on. A second call does nothing."""
+        """Record that the engine begins to compute a request. A second call does nothing."""
         tokens = self._prompts.pop(request_id, computed_tokens)
         self.counts["computed_tokens"] += tokens - computed_tokens
 
     def finished(self, request_id: str, now_s: float) -> None:
-        """Forget a request. A wait of it ends now."""
+        """Forget a request. If it waits, its wait ends now."""
         self._end_wait(request_id, now_s)
         self._prompts.pop(request_id, None)
 
@@ -227,7 +227,7 @@ class PromptTraffic(TrafficLine):
 
 
 def warn_of_uploads_left(left: int, noun: str, drain_timeout_s: float) -> None:
-    """Log that so many uploads did not end in time, if there are any."""
+    """Log that `left` uploads did not end in time, if there are any."""
     if left:
         logger.warning(
             "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",

@@ -111,7 +111,7 @@ def _count(item: MultiModalKwargsItem) -> int:
 
 
 class MediaNames:
-    """Memory of the content behind each name in this engine, whose own caches use names as keys.
+    """Record of the content behind each name in this engine, whose own caches use names as keys.
     Used from one thread.
 
     A name that has stood for two contents is disputed for good: it is unknown with which of them
@@ -123,12 +123,12 @@ class MediaNames:
         self._meanings: dict[bytes, bytes | None] = {}
 
     def has(self, name: str) -> bool:
-        """Whether the name is remembered, as all are until the memory is full."""
+        """Whether the name is recorded, as all are until the record is full."""
         return _short(name) in self._meanings
 
     def disputed(self, name: str, content: bytes | None) -> bool:
-        """Whether `name` may have stood for anything but `content`. Unknown content (None) disputes
-        the name, too. A new name is disputed if the memory is full."""
+        """Whether `name` may have stood for anything but `content`. Unknown content (None) also
+        disputes the name. A new name is disputed if the record is full."""
         key = _short(name)
         if key not in self._meanings:
             if len(self._meanings) >= self._capacity:
@@ -145,7 +145,7 @@ def _short(name: str) -> bytes:
 
 
 def placed(feature: MultiModalFeatureSpec, content: bytes) -> bytes:
-    """The digest of `content` with its places in the prompt, which a client may choose, too."""
+    """The digest of `content` with its places in the prompt, which a client may also choose."""
     position = feature.mm_position
     mask = b"" if position.is_embed is None else position.is_embed.cpu().numpy().tobytes()
     place = f"{feature.modality}\0{position.length}\0".encode()

@@ -97,7 +97,7 @@ def _by_length(model: ModelConfig) -> list[Any] | int | None:
 def processor_identity(model: ModelConfig) -> dict[str, Any] | None:
     """Identity of the code and settings that turn images, video and audio into the encoder's input.
     None for a model without media, unless transformers' own code runs it: then the library versions
-    count, too."""
+    also count."""
     sees = model.multimodal_config is not None
     by_transformers = getattr(model, "using_transformers_backend", None)
     if not sees and not (by_transformers and by_transformers()):

@@ -11,7 +11,7 @@ to a row. Decisions are the planner's (`planning.offload`); this module translat
 
 It refuses engines whose keys leave out an input of the model (`tier_setup`).
 
-vLLM's scheduler process, under the lock of vLLM's manager: one caller at a time, on any thread.
+It runs in vLLM's scheduler process, under vLLM's manager lock: one caller at a time, any thread.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _RESULTS = {answer: LookupResult[answer.name] for answer in OffloadAnswer}
 
 
 class S3Tier(Guarded, SecondaryTierManager):
-    """The tier. Its settings are those of `s3kv.config`, but for `tier_setup.REPLACED`.
+    """The tier. Its settings are those of `s3kv.config`, except `tier_setup.REPLACED`.
 
     Raises `ValueError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
     """
@@ -123,14 +123,14 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._telemetry = Telemetry(TIER_METRICS, TIER_SHARES, TierTraffic())
         plain = ((name, metric) for name, metric in TIER_METRICS.items() if not metric.buckets)
         self._first: Values = {key: 0 for name, metric in plain for key in metric.keys(name)}
-        """For the first report: Prometheus overlooks the growth of a series that begins above 0."""
+        """Zeros for the first report: Prometheus misses the growth of a series from above 0."""
         self._open: set[int] = set()
         """vLLM's jobs that have not been reported."""
         self._now_s = time.monotonic()
         """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
         self._linger_s = 0.0 if is_in_lockstep(vllm_config) else LINGER_S
         self._salt = b""
-        """Of the hashes since the last reset."""
+        """Salt of the hashes since the last reset."""
         handshake = introduce(
             config,
             offload_fingerprint(config, vllm_config, offloading, row_bytes),
@@ -165,7 +165,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # vLLM asks for every chunk of a prompt that has begun to wait.
+        # vLLM looks up every chunk of a prompt that has begun to wait.
         retries = self.planner.retries
         if req_context.req_id in retries and self.broken is None:
             retries[req_context.req_id] += 1
@@ -237,8 +237,8 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until nothing touches the rows: uploads get a few seconds, fetches none. Then the
-        I/O process is killed. vLLM calls it before it resets its cache, also because weights have
-        changed. So earlier chunks are out of reach afterwards, as after the connector's reset."""
+        I/O process is killed. vLLM calls this before it resets its cache, also after a change of
+        weights. So earlier chunks become unreachable, as after the connector's reset."""
         reset_items()
         self._drain_jobs()
 
@@ -248,7 +248,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
         self._poll()
-        self.planner.changes.clear()  # of keys without the salt
+        self.planner.changes.clear()  # their keys lack the new salt
         self._salt = secrets.token_bytes(32)
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
 

@@ -52,7 +52,7 @@ class DerivedHashes(Sequence[bytes]):
     blocks before the next image.
 
     adapter: the digest of the adapter; empty without one. features, contents: the request's media,
-    and the digest of each. It is empty once `features` has grown, as it does in a session.
+    and the digest of each. The view is empty once `features` has grown, as it does in a session.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DerivedHashes(Sequence[bytes]):
         self._block_tokens = block_tokens
         self._starts = [feature.mm_position.offset for feature in features]
         self._keys = [adapter]
-        """By the number of media that have begun."""
+        """Hash key by the number of media that have begun."""
         for content in contents:
             self._keys.append(blake2b(content, key=self._keys[-1], digest_size=32).digest())
 
@@ -132,8 +132,8 @@ def _left_out(request: Request, start: int, end: int) -> list[Any]:
 class RequestHashes:
     """The hashes of one engine's requests. Used from one thread.
 
-    trust_media_names: an image's name stands for its content, whoever gave the name. block_tokens:
-    tokens per block hash of vLLM's.
+    trust_media_names: an image's name stands for its content, even if a client gave the name.
+    block_tokens: tokens per block hash of vLLM's.
     """
 
     def __init__(self, *, trust_media_names: bool, block_tokens: int) -> None:
@@ -192,16 +192,16 @@ class RequestHashes:
         return None if disputed else contents
 
     def _is_disputed(self, name: str, content: bytes | None) -> bool:
-        """Whether the content of the name is uncertain. Bars all requests that use it, if so."""
+        """Whether the content of the name is uncertain. If so, bars all requests that use it."""
         if not self._names.disputed(name, content):
             return False
         self._barred.update(request for request, names in self._used.items() if name in names)
         return True
 
     def scheduled(self, request_id: str, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Note that the engine is about to compute this request. Media that it has got since it
-        arrived, as a session does, are of unknown content, even under a name that it had. So
-        nothing that is computed with their names is cached."""
+        """Note that the engine is about to compute this request. Media added since it arrived, as
+        in a session, have unknown content, even under a name that it already had. So nothing
+        computed with their names is cached."""
         if self._trusts or not features:
             return
         known = self._used.get(request_id, ())
@@ -212,7 +212,7 @@ class RequestHashes:
             self._is_disputed(name, None)
 
     def take_barred(self) -> set[str]:
-        """Living requests that must neither be saved nor loaded any more, each given once."""
+        """Living requests that must no longer be saved or loaded, each returned once."""
         barred, self._barred = self._barred, set()
         return barred
 

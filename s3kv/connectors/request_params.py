@@ -37,7 +37,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
-    """The limits in a request's `kv_transfer_params`. request_id: logs why they cannot be read."""
+    """The limits in a request's `kv_transfer_params`. request_id: for logging unreadable ones."""
     if not params:
         return NO_LIMITS
     try:
@@ -60,16 +60,16 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
 
 
 def params_of(request: Any) -> Any:
-    """The `kv_transfer_params`; of a session, those of its present turn: vLLM keeps the first's."""
+    """The `kv_transfer_params`; for a session, its current turn's: vLLM keeps the first turn's."""
     if getattr(request, "resumable", False) and request.sampling_params is not None:
         return (request.sampling_params.extra_args or {}).get("kv_transfer_params")
     return request.kv_transfer_params
 
 
 def reads(request: Any) -> bool:
-    """Whether the bucket may serve the request. Not while another engine is to send the prompt: a
-    `MultiConnector` waits for all of its connectors, and loads from the first, such as NIXL. NIXL
-    removes the mark when its transfer begins."""
+    """Whether the bucket may serve the request. It may not while another engine will send the
+    prompt: a `MultiConnector` waits for all of its connectors, and loads from the first, such as
+    NIXL. NIXL removes the mark when its transfer begins."""
     params = request.kv_transfer_params
     is_sent = isinstance(params, dict) and params.get("do_remote_prefill")
     return not (request.skip_reading_prefix_cache or is_sent)

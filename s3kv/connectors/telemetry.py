@@ -26,7 +26,7 @@ _DROPPED = "saves_dropped|inflight"
 
 
 def _dropped(reasons: Mapping[str, str]) -> Shares:
-    """Dropped saves: those of no other reason are "inflight"."""
+    """Shares of dropped saves; those without another reason are "inflight"."""
     return {
         "saves_dropped": ((_DROPPED, 1),),
         **{name: ((_DROPPED, -1), (f"saves_dropped|{why}", 1)) for name, why in reasons.items()},
@@ -47,7 +47,7 @@ TIER_SHARES: Shares = {**_MISSED, **_dropped(TIER_UNSAVED)}
 
 
 class Meter:
-    """Meter of sets of counters: returns how much they have grown since the last call.
+    """Meter of sets of counters: measures their growth between calls.
 
     shares: for counters that the table has under another name, or that are part of several
         metrics, or of none. A counter that is neither there nor in the table is left out, and
@@ -60,9 +60,9 @@ class Meter:
         self._seen: dict[int, tuple[Tally, int, dict[str, int]]] = {}
 
     def grown(self, *sets: Tally) -> Values:
-        """The growth since the last call, in which a set had the same place; all of a set that is
-        another one than last time. It costs two comparisons for a set that has not grown, because
-        it is called in every step."""
+        """The growth of each set since the last call; a set that replaces another at its position
+        counts in full. An unchanged set costs two comparisons, because this is called in every
+        step."""
         grown: Values = {}
         for place, counters in enumerate(sets):
             known, version, seen = self._seen.get(place, (None, 0, {}))

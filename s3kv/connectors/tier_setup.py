@@ -1,8 +1,8 @@
 """Start of a tier: its settings, the engine's configuration, and the engines it refuses.
 
-A tier sees keys and rows. So it refuses an engine whose block hashes leave out an input that
-changes the KV: adapters (LoRA), and media that clients may name; and one that stores rows in part.
-The connector of s3kv, which sees requests and blocks, serves these.
+A tier sees only keys and rows. So it refuses an engine whose block hashes leave out an input that
+changes the KV (adapters (LoRA), and media that clients may name), and an engine that stores partial
+rows. The connector of s3kv, which sees requests and blocks, serves these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPLACED = {
     "chunk_tokens": "set vLLM's block_size",
     "share_ranks": "set vLLM's canonical_layout",
 }
-"""Settings of the connector that are vLLM's here."""
+"""Settings of the connector that settings of vLLM replace here."""
 _OTHER = 'use the connector of s3kv instead ("kv_connector": "S3KVConnector")'
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
 """Number formats of KV caches with more than one byte, by vLLM's names."""
@@ -75,8 +75,8 @@ def check_requests_are_known(
 
 
 def check_rows_are_whole(blocks: int, kv_cache_config: KVCacheConfig | None) -> None:
-    """Raise `UnsupportedError` if vLLM may store a row without some of its `blocks`, and load all
-    of it: those that a window has left behind are missing (0.31 to 0.33, `_build_store_jobs`)."""
+    """Raise `UnsupportedError` if vLLM may store a row without some of its `blocks`, but load all
+    of it: blocks before a window are missing (0.31 to 0.33, `_build_store_jobs`)."""
     layers = layers_of(kv_cache_config) if kv_cache_config is not None else []
     whole = all(isinstance(layer, (FullAttentionSpec, MambaSpec)) for layer in layers)
     if blocks > 1 and not whole:
@@ -88,8 +88,8 @@ def check_rows_are_whole(blocks: int, kv_cache_config: KVCacheConfig | None) -> 
 
 
 def row_tensor(vllm_config: VllmConfig, row_bytes: int) -> TensorSpec:
-    """A row of vLLM's memory as a tensor of the KV cache's numbers, or of bytes where the row is no
-    whole number of those. Compression wants to know their size."""
+    """A row of vLLM's memory as a tensor of the KV cache's numbers, or of bytes if the row is not a
+    whole number of those. Compression needs the size of a number."""
     cached = vllm_config.cache_config.cache_dtype
     plain = str(vllm_config.model_config.dtype).removeprefix("torch.")
     dtype = _NUMBERS.get(plain if cached == "auto" else cached, "U8")

@@ -2,7 +2,7 @@
 
 A path does not identify weights, because its files may be replaced. Reading all of a large model
 would take as long as loading it. So by default a digest is made of samples of every tensor; the
-header of a safetensors file gives the place of each. Of files in other formats, samples are denser.
+header of a safetensors file gives the place of each. Samples of files in other formats are denser.
 Headers, small files and small tensors are read whole. A change of every element of a tensor is
 always noticed. docs/security.md gives the samples, and the probability that a smaller change is
 missed. The method "full" reads every byte.
@@ -58,9 +58,8 @@ FileRange = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Digest of a set of files. nbytes: how many were read of `total_bytes`. stamps: of each file,
-    before it was read, the times, inode and device. They stay equal while nobody changes the file.
-    """
+    """Digest of a set of files. nbytes: bytes read out of `total_bytes`. stamps: times, inode and
+    device of each file before it was read. They stay equal while the file is unchanged."""
 
     hexadecimal: str
     nbytes: int

@@ -43,7 +43,7 @@ def planned_slabs(vllm_config: VllmConfig) -> Plan:
     """The slabs of both connectors that an engine's processes make on this worker's host.
 
     vLLM's world group, and so the number, includes the data-parallel ranks of a mixture of experts.
-    vLLM runs those of other models as engines of their own, which do not know of each other.
+    vLLM runs those of other models as independent engines.
     """
     from vllm.distributed.parallel_state import get_node_count, get_world_group
 

@@ -21,7 +21,7 @@ class Ticket(Protocol):
     seconds: float
 
     def begun(self) -> bool:
-        """Whether the bus has come to it. Does not block. Raises as `done` does."""
+        """Whether the bus has reached it. Does not block. Raises as `done` does."""
 
     def done(self) -> bool:
         """Whether all bytes are in place. Does not block. `RuntimeError`: the device failed."""
@@ -38,7 +38,7 @@ class Copier(Protocol):
 
     def mark(self) -> Any:
         """The present point in the engine's work, for any number of copies: on its current stream,
-        and where that already waits on others. Called on the engine's thread; does not block."""
+        and on those it already waits for. Called on the engine's thread; does not block."""
 
     def enter_thread(self) -> None:
         """Prepare the copy thread; called on it once, before any copy."""

@@ -3,18 +3,18 @@
 The engine's thread calls `BlockCopies`. The copy thread starts the copies (on a CPU it performs
 them), part by part. It picks the next part in this order:
 
-    1. what the engine waits for: saves in `fence`, everything in `wait_started`
+    1. copies that the engine waits for: saves in `fence`, everything in `wait_started`
     2. loads, because a request waits for them; but every ninth part is a save
     3. saves
 
-Of each direction only as much is launched as keeps the bus busy (`LaunchWindow`), unless the engine
-waits for it: what is launched can be overtaken no more. So a fence waits for at most a window of
-other saves, a load for a window of other loads, and neither for those that are queued.
+In each direction, only enough copies to keep the bus busy are launched (`LaunchWindow`), except
+those the engine waits for: a launched copy can no longer be overtaken. So a fence waits for at most
+a window of other saves, a load for a window of other loads, and neither for queued ones.
 
     save ──▶ queued ──copy thread──▶ started ──ticket done──▶ reported by `poll`, once
     load ──▶ queued ──part by part─▶ started ──ticket done──▶ reported by `poll`, once
 
-Saves end in the order they were started, and so do loads: `poll` asks for the oldest of each.
+Saves end in the order they were started, and so do loads: `poll` checks the oldest of each.
 
 A copy that fails ends with ok=False, and is logged once a minute; the content of its slot, or its
 blocks, is then undefined. `poll` reports an end only once the copy touches no memory any more.
@@ -50,7 +50,7 @@ _LONG_FENCE = "s3kv: a fence has waited %g s for the copy thread, and still wait
 _WAIT_STEP_S = 0.0002
 """Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
 _ROOM_STEP_S = 0.0005
-"""Polling interval of the copy thread while the window is full. Each look holds the GIL some µs."""
+"""Polling interval of the copy thread while the window is full. Each poll holds the GIL some µs."""
 _LOADS_IN_A_ROW = 8
 """Parts of loads that may be started while a save waits its turn."""
 
@@ -135,8 +135,8 @@ class BlockCopies:
         return copies
 
     def mark(self) -> CopyMark:
-        """The present point in the engine's work: everything it has launched so far on its current
-        stream, and what that stream already waits for on others. Does not block, or raise."""
+        """The present point in the engine's work: after all it has launched on its current stream,
+        and after the work on others that this stream waits for. Does not block or raise."""
         try:
             return CopyMark(self.copier.mark(), True)
         except COPY_ERRORS as error:
@@ -169,7 +169,7 @@ class BlockCopies:
         self._submit(self._in, load_id, parts, mark)
 
     def fence(self, job_ids: Iterable[int]) -> None:
-        """Keep what the engine launches after this call, on the current stream, from overwriting
+        """Keep work that the engine launches after this call on the current stream from overwriting
         the source blocks of these saves before they are read. Unknown and ended ids are ignored.
 
         On a GPU this blocks until the copies are launched, and the stream waits for the rest. On a
@@ -198,13 +198,13 @@ class BlockCopies:
         return CopyEnds(saved, loaded)
 
     def wait_started(self, timeout_s: float) -> bool:
-        """Block until every copy has been launched, so that a caller who then waits for the device
-        waits for the copies, too. Returns False when time ran out first."""
+        """Block until every copy has been launched, so that a later wait for the device covers the
+        copies. Returns False if time runs out first."""
         with self._changed:
             return self._hurry(self._jobs(), timeout_s)
 
     def wait_all(self, timeout_s: float) -> bool:
-        """Block until every copy has ended, for `poll` to report; False when time ran out first."""
+        """Block until every copy has ended, for `poll` to report; False if time runs out first."""
         jobs = self._jobs()
         return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
@@ -261,7 +261,7 @@ class BlockCopies:
                 job.start(FINISHED, ok=True)
 
     def _hurry(self, jobs: Sequence[CopyJob[Any]], timeout_s: float | None) -> bool:
-        """Start these before all others. Returns False when time ran out first."""
+        """Start these before all others. Returns False if time runs out first."""
         for job in jobs:
             if job in job.queue.waiting:
                 job.queue.waiting.remove(job)
@@ -270,7 +270,7 @@ class BlockCopies:
         return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
 
     def _run(self) -> None:
-        """Body of the copy thread. However it ends, all its jobs end, too."""
+        """Body of the copy thread. All jobs end when it ends, for any reason."""
         try:
             self.copier.enter_thread()
             self._entered.set_result(None)
@@ -293,7 +293,7 @@ class BlockCopies:
         """Block until a part may be started. Returns False when it is time to end."""
         with self._changed:
             while not self._closing and self._turn() is None:
-                # Only a new order ends the wait of an idle thread; a full window has to be watched.
+                # Only a new order ends the wait of an idle thread; a full window has to be polled.
                 waits = self._out.waiting or self._in.waiting
                 self._changed.wait(_ROOM_STEP_S if waits else None)
             return not self._closing
@@ -325,7 +325,7 @@ class BlockCopies:
             queue.window.add(ticket)
             job.parts.popleft()
             if not ok or not job.parts:
-                # It may have been hurried meanwhile.
+                # It may have become urgent meanwhile.
                 (queue.waiting if job in queue.waiting else self._urgent).remove(job)
                 job.start(ticket, ok)
                 self._changed.notify_all()

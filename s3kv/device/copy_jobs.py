@@ -1,4 +1,4 @@
-"""Copies on their way, from the order to the report of their end; what `BlockCopies` keeps.
+"""Copies in progress, from the order to the report of their end: the records of `BlockCopies`.
 
 Nothing here locks or blocks: `BlockCopies` holds its lock for every call.
 """
@@ -18,12 +18,12 @@ from s3kv.types import once_a_minute
 logger = logging.getLogger(__name__)
 
 WINDOW_S = 1.2e-3
-"""Seconds of copies of a direction that may be launched and not finished: more than twice the time
-in which the copy thread notices that there is room again."""
+"""Seconds of copies per direction that may be launched but not finished: more than twice the time
+that the copy thread takes to notice new room."""
 _ASSUMED_BYTES_PER_S = 64 * 2**20 / WINDOW_S
-"""Until a copy has been measured: 56 GB/s, a PCIe 5 bus."""
+"""Speed until a copy has been measured: 56 GB/s, that of a PCIe 5 bus."""
 _NEWEST = 0.25
-"""Weight of the newest copy in the mean of those of about its length."""
+"""Weight of the newest copy in the mean of copies of about its length."""
 
 
 class CopyMark(NamedTuple):
@@ -45,21 +45,21 @@ class FailureLog:
 
 
 class LaunchWindow:
-    """The copies of one direction that are launched and not finished, in order.
+    """The copies of one direction that are launched but not finished, in order.
 
-    What is launched can be overtaken by nothing, so as little as keeps the bus busy is. The copies
-    that have ended show how long others of about their length take.
+    A launched copy cannot be overtaken, so only enough to keep the bus busy is launched. The times
+    of finished copies give the expected time of others of about their length.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = WINDOW_S
         self._clock = clock
         self._bytes_per_s: dict[int, float] = {}
-        """By the bits of a copy's length. A mean of rates, in which one hiccup weighs little."""
+        """Mean rate by the bit length of a copy's size. One hiccup weighs little in such a mean."""
         self._launched: deque[tuple[Ticket, float]] = deque()
-        """And how long each is expected to take."""
+        """The copies, each with its expected seconds."""
         self._begun_s: float | None = None
-        """When the first of them was found to have begun."""
+        """The time at which the first of them was found to have begun."""
 
     def add(self, ticket: Ticket) -> None:
         if ticket.nbytes:  # a synchronous copy is over
@@ -67,7 +67,7 @@ class LaunchWindow:
             self._launched.append((ticket, ticket.nbytes / rate))
 
     def has_room(self) -> bool:
-        """Whether another copy may be launched. Asks the device only if the window is full."""
+        """Whether another copy may be launched. Queries the device only if the window is full."""
         if self._left_s() < self.seconds:
             return True
         while self._launched and _holds(self._launched[0][0].done):
@@ -94,7 +94,7 @@ class LaunchWindow:
 def _holds(query: Callable[[], bool]) -> bool:
     try:
         return query()
-    except RuntimeError:  # the job of this ticket ends as failed, and says so
+    except RuntimeError:  # the job of this ticket ends as failed, and logs it
         return True
 
 
@@ -102,7 +102,7 @@ _Id = TypeVar("_Id", bound=int | str)
 
 
 class CopyJob(Generic[_Id]):
-    """One save or load on its way, in parts, of which the last one's ticket stands for the job."""
+    """One save or load in progress, in parts. The last part's ticket stands for the job."""
 
     __slots__ = ("at", "ident", "ok", "parts", "queue", "since_s", "started", "ticket")
 
@@ -142,7 +142,7 @@ class CopyJob(Generic[_Id]):
 
 
 class CopyQueue(Generic[_Id]):
-    """All jobs of one direction. copy: starts a part of one, after a point in the engine's work."""
+    """All jobs of one direction. copy: starts one part, after a point in the engine's work."""
 
     def __init__(
         self,
@@ -153,11 +153,11 @@ class CopyQueue(Generic[_Id]):
         self.copy = copy
         self.failures = failures
         self.jobs: dict[_Id, CopyJob[_Id]] = {}
-        """All that were not reported."""
+        """All jobs not reported yet."""
         self.waiting: deque[CopyJob[_Id]] = deque()
-        """Jobs of which parts have not been started, in the order given."""
+        """Jobs with parts that have not been started, in the order given."""
         self.started: deque[CopyJob[_Id]] = deque()
-        """Jobs to be reported, in the order in which they were started, and so will end."""
+        """Jobs to report, in the order in which they were started and will end."""
         self.window = LaunchWindow(clock)
 
     def may_start(self) -> bool:

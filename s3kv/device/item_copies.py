@@ -15,7 +15,7 @@ import torch
 from s3kv.device.gpu.pinning import pin, unpin
 
 _UNIT_BYTES = 2**30
-"""Boundary that no item crosses a multiple of, because extents are aligned and shorter."""
+"""No item crosses a multiple of this, because extents are aligned and shorter."""
 
 
 class HostItems:
@@ -61,7 +61,7 @@ class _SaveEnd(NamedTuple):
     device: torch.device
 
     def synchronize(self) -> None:
-        # A thread that has chosen no GPU would make a context on the first one, in its memory.
+        # A thread without a selected GPU would create a context on the first one, in its memory.
         with torch.cuda.device(self.device):
             self.event.synchronize()
 

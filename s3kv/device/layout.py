@@ -6,7 +6,7 @@ LHBNC or BHLNC, pages padded or not, many layers in one buffer. A kernel may wor
 blocks than the block manager: then `B` is a multiple of the number of blocks, and block `b` is
 rows `[b * ratio, (b + 1) * ratio)`.
 
-The payload of a chunk holds its blocks in order, and of each block all layers in order. A page is
+The payload of a chunk holds its blocks in order, and in each block all layers in order. A page is
 written in the order its dimensions have in memory. So a block is one contiguous run where its
 layers are side by side in memory, and at most one run per layer and piece of a page elsewhere.
 These bytes are never interpreted: on a CPU, for instance, a page's content is packed in an order
@@ -65,7 +65,7 @@ class LayerPages:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its share of a block as a tensor: the page, of several kernel blocks ("B") if need be."""
+        """Its share of a block as a tensor: the page, or that of several kernel blocks ("B")."""
         if self.ratio == 1:
             return TensorSpec(self.name, self.dtype, self.page, (), self.order)
         return TensorSpec(self.name, self.dtype, (self.ratio, *self.page), (), f"B{self.order}")
@@ -85,7 +85,7 @@ class Piece(NamedTuple):
 class PageLayout:
     """The layout of all chunks of one group on one rank. Immutable, and safe in any thread.
 
-    It keeps the tensors alive, and with them every address it gives.
+    It keeps the tensors alive, so every address it returns stays valid.
     """
 
     layers: tuple[LayerPages, ...]

@@ -20,8 +20,8 @@ class ChunkPlaces:
         `i * slot_bytes`. This object keeps a view until `close`, so the slab cannot be unmapped
         under a copy.
     slot_bytes: the distance between slots. An object that is longer takes several.
-    header_bytes: by group; the offset of the group's part in the object: of the first one, the
-        length of the header.
+    header_bytes: by group, the offset of the group's part in the object; for the first group, this
+        is the length of the header.
 
     Raises `ValueError` when the slab is too small for a group's chunk.
     """

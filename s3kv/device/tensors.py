@@ -36,8 +36,8 @@ class BlockTensors:
     """Shapes and dtypes of the tensors of every block of a store.
 
     shapes: name to shape and dtype, in the order of the payload. Raises `ValueError` for a dtype
-    that the object format does not have and a shape that holds nothing, `TypeError` for other
-    names than texts and other sizes than whole numbers.
+    that the object format does not have and a shape that holds nothing, `TypeError` for names that
+    are not text and sizes that are not whole numbers.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:

@@ -15,7 +15,7 @@ _CGROUPS = (
     ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
 )
 """For versions 2 and 1: the controller in /proc/self/cgroup, where its groups are, the file with
-the limit, and the fields of memory.stat for memory that cannot be reclaimed, as file cache can."""
+the limit, and the fields of memory.stat for memory that, unlike file cache, cannot be reclaimed."""
 _UNLIMITED_BYTES = 2**60
 """Limits from this value on mean "unlimited": version 1 writes the largest number of pages."""
 
@@ -27,9 +27,9 @@ Plan: TypeAlias = tuple[tuple[int, int, str], ...]
 class MemoryLimits:
     """Memory limits, in bytes.
 
-    machine_bytes: available memory according to Linux. container_bytes: limit of the cgroup with
-    the least left, of those this process is in; container_used_bytes: its use, without file cache;
-    both None without a limit. locked_bytes: memory that a process may lock (RLIMIT_MEMLOCK); None
+    machine_bytes: available memory according to Linux. container_bytes: limit of the cgroup of this
+    process that has the least memory left; container_used_bytes: its use, without file cache; both
+    None without a limit. locked_bytes: memory that a process may lock (RLIMIT_MEMLOCK); None
     without a limit.
     """
 
@@ -60,8 +60,8 @@ class MemoryLimits:
         """The reason why the slabs of this host do not fit; "" if they do. Pure.
 
         planned: slabs of one engine. slabs: all that exist, of any engine, each with its size and
-        the bytes it has taken so far. These count as wanted and as allowed, so it makes no
-        difference which process takes its memory first.
+        the bytes it has taken so far. Its size counts as needed and its taken bytes as available,
+        so the order in which processes take their memory makes no difference.
         """
         exist = Counter(size for size, _ in slabs)
         here = tuple((count, size, "slabs on this host") for size, count in exist.items())

@@ -5,7 +5,7 @@ with the inode). Set once, before any page is touched, it holds for every proces
 file. It is a preference: if the node is full, pages come from another one and copies are slower.
 
 Huge pages are requested with `madvise(2)`. Linux gives shared memory none unless
-/sys/kernel/mm/transparent_hugepage/shmem_enabled says so, and most distributions set that to
+/sys/kernel/mm/transparent_hugepage/shmem_enabled allows it, and most distributions set that to
 "never".
 """
 
@@ -76,7 +76,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> str:
         return f"s3kv does not know the number of mbind on {platform.machine()}"
     libc = ctypes.CDLL(None, use_errno=True)
     mask = node_mask(node)
-    # The kernel reads one bit fewer than it is told.
+    # The kernel reads one bit fewer than this argument states.
     refused = libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
@@ -107,7 +107,7 @@ def _ids(path: Path) -> set[int]:
 
 
 def shmem_policy(root: Path = ROOT) -> str | None:
-    """Linux's policy word for shared memory that asks for huge pages of the usual size; None if
+    """Linux's policy word for shared memory that requests huge pages of the usual size; None if
     this kernel has none. root: parent directory of /sys."""
     overall = _selected(root / SETTING / "shmem_enabled")
     if overall in (None, "deny", "force"):

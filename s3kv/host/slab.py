@@ -74,8 +74,8 @@ class Slab:
     ) -> Slab:
         """A new slab of zeros, `nbytes` rounded up to whole pages.
 
-        node, huge_pages: the preferred node of its pages, and whether to ask for huge pages. The
-        log says whether Linux complied. If Linux refuses the node, the whole slab is allocated
+        node, huge_pages: the preferred node of its pages, and whether to request huge pages. The
+        log shows whether Linux complied. If Linux refuses the node, the whole slab is allocated
         here, by threads on that node if that is allowed.
         planned: all slabs that the engine makes on this host, this one included.
         Raises `ConfigError` if this machine or its container has too little memory for these, or
@@ -130,8 +130,8 @@ class Slab:
         )
 
     def ask_for_huge_pages(self) -> str:
-        """Ask Linux for huge pages where this process is the first to touch the memory. Returns the
-        outcome in words. Every process that maps the slab has to ask."""
+        """Request huge pages where this process is the first to touch the memory. Returns the
+        outcome in words. Every process that maps the slab has to do this."""
         policy = shmem_policy()
         if policy is None:
             return "ordinary pages (this kernel has no huge ones for shared memory)"

@@ -1,4 +1,4 @@
-"""Table of what host memory holds: who has which place, and what may be done with it.
+"""Table of host memory: which entry has which place, and which operations it allows.
 
 Bookkeeping only: no bytes, no I/O, no clock. Chunks of the KV cache, encoder outputs and the
 library's blocks follow the same protocol; only the room they lie in differs (`host.room`).
@@ -59,7 +59,7 @@ TRANSITIONS: Mapping[str, Mapping[EntryState, EntryState]] = {
 @dataclass(slots=True, eq=False)
 class Entry:
     """Possession of a place in the slab, from `reserve` until it is abandoned or evicted. The
-    object is the handle: a holder that still has it then finds it FREE. For reading only.
+    object is the handle: a holder that keeps it longer finds it FREE. For reading only.
 
     number: that of its place, in units of the room: a slot, or a first page. offset: the same in
     bytes. nbytes: what was reserved, or less if it was committed with less. units: its place's.
@@ -112,14 +112,14 @@ class TableStatistics:
 
 
 class Table:
-    """Table of entries: what is in the slab, and what may be done with it.
+    """Table of entries: the content of the slab, and the operations allowed on it.
 
     A key has at most one entry. `reserve(…, replace=True)` gives the key of an entry that is still
     being filled to a new one; the replaced entry keeps its place until it is abandoned. Breaking a
     rule raises `TableError` and changes nothing.
 
-    Used from one thread only. `room` must be empty; the table owns it. nbytes: by group, what
-    `reserve` takes if not told; otherwise it takes one unit.
+    Used from one thread only. `room` must be empty; the table owns it. nbytes: by group, the
+    default length in `reserve`; without one it takes one unit.
     """
 
     __slots__ = ("_at", "_groups", "_lru", "_nbytes", "_pinned", "_room", "_units")
@@ -200,8 +200,8 @@ class Table:
         self._release(entry, self._next(entry, "abandon"))
 
     def pin(self, entry: Entry) -> None:
-        """Keep a resident entry and its bytes, for whatever reads them (a load, an upload). Pins
-        nest. Pin what you have found before you reserve more, which may evict it."""
+        """Keep a resident entry and its bytes, for a reader of them (a load, an upload). Pins nest.
+        Pin an entry that you have found before you reserve more, which may evict it."""
         state = self._next(entry, "pin")
         if not entry.pins:
             self._pinned[state] += entry.units
@@ -300,7 +300,7 @@ class Table:
         self._room.free(entry.number)
 
     def _evict(self, units: int) -> Sequence[ChunkKey]:
-        """Free a place of `units` units; return the keys of what was in it, none if there is no
+        """Free a place of `units` units; return the keys of its former entries, none if there is no
         such place to free."""
         # Counted rather than searched: with a slab full of dirty entries every save comes here.
         if units > self._room.largest or self._units[_CLEAN] == self._pinned[_CLEAN]:

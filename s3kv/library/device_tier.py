@@ -3,7 +3,7 @@ slots, which run beside the caller's work.
 
 Streams order the two, not the host:
 
-    content of a block   is written on the stream current at `put`; who acquires it waits for that
+    content of a block   is written on the stream current at `put`; an acquiring caller waits for it
     next use of a block  writes after the work launched before its releases
     save                 reads after the work launched before it; pins the block until its end
     load                 writes a pinned block without a name; names it at its end

@@ -87,7 +87,7 @@ class HostTier:
             job = self.reserve(key)
             if job is not None:
                 kept = await fill(job)
-                if not kept:  # the caller is told here, so `flush` need not report it
+                if not kept:  # the result reports it, so `flush` need not
                     self._owed.pop(key, None)
                 return kept
             if not wait:
@@ -109,7 +109,7 @@ class HostTier:
         return job
 
     def copied(self, job: Job, ok: bool) -> None:
-        """End the copy to a place, which is not written any more. ok: the place holds the object,
+        """End the copy to a place, which is no longer written to. ok: the place holds the object,
         and its upload starts now; otherwise the place is free again."""
         outcome = Outcome.OK if ok else Outcome.FAILED
         self._end(JobEnd(job.job_id, JobKind.SAVE, outcome))
@@ -129,9 +129,9 @@ class HostTier:
         return succeeded(copying)
 
     def hit(self, key: ChunkKey) -> None:
-        """Note a use of a key in host memory or on the device. If its upload was given up, try it
-        again. If the bucket may have deleted it meanwhile, ask, so that it is refreshed or uploaded
-        again."""
+        """Record a use of a key in host memory or on the device. If its upload was given up, retry
+        it. If the bucket may have deleted it meanwhile, check that, so that it is refreshed or
+        uploaded again."""
         self.ledger.unsaved.hit(key)
         self.ledger.index.use(key, time.monotonic())
         if self.ledger.unsaved.wanted or self.ledger.index.due:  # now, as `due` holds only a few
@@ -181,10 +181,10 @@ class HostTier:
         return job
 
     async def flush(self) -> tuple[bytes, ...]:
-        """Wait until no upload of an earlier put is under way or waits for its next attempt, and
-        no answer is awaited whether the bucket still has a used key. Returns the hashes that the
-        bucket lacks, and forgets those that have left host memory. Raises `ClosedError` if the
-        store is closed meanwhile."""
+        """Wait until no upload of an earlier put is under way or waits for its next attempt, and no
+        check whether the bucket still has a used key is pending. Returns the hashes that the bucket
+        lacks, and forgets those that have left host memory. Raises `ClosedError` if the store is
+        closed meanwhile."""
         self._start_due()
         while self.ledger.uses_inflight:
             await self.pump.next_end()

@@ -1,7 +1,7 @@
 """Pump: drives an I/O process from a caller's asyncio loop, and handles cancelled calls.
 
-An engine's step loop drives the connectors; here a timer does. While jobs are under way, it looks
-every millisecond for those that have ended.
+An engine's step loop drives the connectors; here a timer does. While jobs are under way, it checks
+every millisecond which of them have ended.
 
 A call runs in its caller's task. A cancelled call ends at once if it waits for an object, for a
 copy shared by several callers, or for room. It never ends while a thread reads or writes memory

@@ -82,8 +82,8 @@ class TieredStore:
         the store.
 
         shapes: the tensors of every block: name to shape and dtype.
-        namespace: plain values that say what the blocks mean (model, revision, …). Two stores
-            see each other's blocks if these, the shapes in their order, and the prefix are equal.
+        namespace: plain values that define what the blocks mean (model, revision, …). Two stores
+            share blocks if these, the shapes in their order, and the prefix are equal.
         pools: the caller's memory for a tier of blocks on a device: name to `[blocks, *shape]`, all
             on one device; None for no such tier. Blocks may lie apart. The dimensions of a block
             have to follow each other as they do in memory (give a permuted view, and its shape to
@@ -119,11 +119,11 @@ class TieredStore:
     async def put(
         self, block_hash: bytes, tensors: Mapping[str, torch.Tensor], *, wait: bool = False
     ) -> bool:
-        """Keep the block in host memory, and upload it to the bucket in the background. (A block of
-        the pool goes there by `put_block`.)
+        """Keep the block in host memory, and upload it to the bucket in the background. (For a
+        block of the pool, use `put_block`.)
 
-        The tensors may be on any device. They are read before this returns, and are the caller's
-        again then. If the block is being fetched, this waits for the end of the fetch.
+        The tensors may be on any device. They are read before this returns, and then belong to the
+        caller again. If the block is being fetched, this waits for the end of the fetch.
 
         wait: wait for room, instead of returning False, while host memory is full of blocks that
             are on their way to or from the bucket.
@@ -146,11 +146,11 @@ class TieredStore:
         return await self._tiers.get(key, into)
 
     def prefetch(self, block_hashes: Iterable[bytes]) -> int:
-        """Order these blocks to host memory, without waiting for them.
+        """Start fetching these blocks to host memory, without waiting for them.
 
         Returns how many are there already or on their way. The others are known to be absent from
-        the bucket, or cannot be ordered now: fetches under way fill at most half of host memory,
-        and none is ordered while the bucket does not answer.
+        the bucket, or cannot be fetched now: fetches under way fill at most half of host memory,
+        and none is started while the bucket does not answer.
         """
         return self._host.prefetch([self._key(block_hash) for block_hash in block_hashes])
 
@@ -179,14 +179,14 @@ class TieredStore:
 
     def put_block(self, block_hash: bytes, block: int) -> bool:
         """Name a held block that the work launched so far fills with this hash. `acquire` finds it
-        from now on, and it is on its way to host memory and the bucket. Returns at once. The block
-        must not be written any more; the caller may release it.
+        from now on, and its copy to host memory and the bucket begins. Returns at once. The block
+        must not be written to any more; the caller may release it.
 
-        If another block already holds the hash, `acquire` goes on finding that one, and this block
-        is free after its release. If the hash is being fetched, the block is saved only if the
-        fetch brings nothing.
+        If another block already holds the hash, `acquire` still finds that one, and this block is
+        free after its release. If the hash is being fetched, the block is saved only if the fetch
+        fails to bring it.
         Returns False if host memory is full of blocks that the bucket does not have yet; then the
-        block is in the pool alone. Raises `ValueError` for a block that the caller does not hold,
+        block is only in the pool. Raises `ValueError` for a block that the caller does not hold,
         or one with another hash.
         """
         key = self._key(block_hash)
@@ -206,20 +206,20 @@ class TieredStore:
     async def flush(self) -> tuple[bytes, ...]:
         """Wait until everything put so far is in the bucket or given up.
 
-        A failed upload is tried again for a minute and a half. What the bucket had long before its
-        put may have been deleted there; the bucket is asked, and gets it again. Returns the hashes
-        that the bucket does not have: those put since the last `flush`, and earlier ones that are
-        still in host memory. The latter are not lost while they stay there.
+        A failed upload is retried for a minute and a half. An object that the bucket had long
+        before the put may have been deleted since; this is checked, and it is uploaded again.
+        Returns the hashes that the bucket does not have: those put since the last `flush`, and
+        earlier ones still in host memory. The latter are not lost while they stay there.
         """
         self._host.pump.check_open()
         return await self._tiers.flush()
 
     async def close(self) -> None:
-        """End all work under way and give everything back. Uploads get the time they need, up to
-        `drain_timeout_s`; the log says how much did not get to the bucket.
+        """End all work under way and release everything. Uploads get the time they need, up to
+        `drain_timeout_s`; the log reports how much did not reach the bucket.
 
         Fetches are cancelled, and calls that wait for one get a miss. Calls that wait for room or
-        in `flush` raise `ClosedError`. Idempotent. A cancelled `close`, too, ends only when the
+        in `flush` raise `ClosedError`. Idempotent. Even a cancelled `close` ends only when the
         store is closed.
         """
         await self._host.close()

@@ -1,8 +1,8 @@
 """Outbox: items on their way from an engine to the bucket.
 
-The engine's thread asks for a place, has the item copied there, and goes on. The outbox's own
-thread waits for the copy, orders the upload, and notes its end; without it an idle engine would
-never upload what it encoded last. The thread handles messages, never bytes; those move in the I/O
+The engine's thread reserves a place, starts a copy of the item to it, and continues. The outbox's
+own thread waits for the copy, orders the upload, and records its end; without it an idle engine
+would never upload its last items. The thread handles messages, never bytes; those move in the I/O
 process. `take_ends`, on the engine's thread, frees the places.
 
 If there is no room, an item is not saved, and the next request that needs it encodes it again.
@@ -59,7 +59,7 @@ class Outbox:
         self._ended: queue.SimpleQueue[tuple[_Parcel, float | None, JobEnd]] = queue.SimpleQueue()
         self._underway: dict[int, tuple[_Parcel, float]] = {}
         self._io: Counter[str] = Counter()
-        """The client's counters as the outbox's thread saw them last; replaced, never changed."""
+        """The client's counters as last read by the outbox's thread; replaced, never mutated."""
         self._io_reported: Counter[str] = self._io
         self._drain_s = 0.0
         self._left = 0
@@ -68,7 +68,7 @@ class Outbox:
 
     @property
     def view(self) -> memoryview:
-        """The slab's memory, which the places are in."""
+        """The slab's memory, which contains the places."""
         return self._slab.view
 
     def place(self, nbytes: int) -> Span | None:
@@ -80,7 +80,7 @@ class Outbox:
         return None if start is None else Span(start * PAGE_BYTES, nbytes)
 
     def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Copy) -> None:
-        """Upload what `copy` brings to the place. `take_ends` reports the end."""
+        """Upload the bytes that `copy` writes to the place. `take_ends` reports the end."""
         self._parcels.put(_Parcel(key, span, shape, copy, self._clock()))
 
     def take_ends(self) -> ItemReport:

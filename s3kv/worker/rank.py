@@ -1,11 +1,11 @@
 """One rank's worker: carries out step plans and reports how their jobs ended.
 
 It runs on the engine's thread of a worker process. `begin` and `save` block there for fences: on a
-GPU until the copies have been launched, on a CPU until they have ended. `poll` blocks where the
-plan says that the engine has nothing to do; the methods with a timeout, and `give_up_loads`, block
-for the copies. Device copies and the I/O process do the work; this joins them: a chunk copied to a
-slot is handed to the I/O process for upload, and a job that cannot be carried out ends as failed.
-Its reports are all the scheduler knows of this rank.
+GPU until the copies have been launched, on a CPU until they have ended. `poll` blocks if the plan
+marks the engine as idle; the methods with a timeout, and `give_up_loads`, block for the copies.
+Device copies and the I/O process do the work; this joins them: a chunk copied to a slot is handed
+to the I/O process for upload, and a job that cannot be carried out ends as failed. Its reports are
+the scheduler's only information about this rank.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RankWorker:
     """The worker of one rank. `copies` and `client` work on the same slab; `shutdown` closes both.
 
     block_bytes: size of one block of each KV-cache group on this rank. members: by the group in
-    keys, the KV-cache groups whose blocks are in its objects; itself, if not given. uploads: False
-    if a rank that holds the same uploads it and asks about its uses. Such jobs of this rank then
-    end at once. clock: seconds, monotonic.
+    keys, the KV-cache groups whose blocks are in its objects; by default, that group. uploads:
+    False if another rank holds the same KV, uploads it and checks its uses. Such jobs of this rank
+    then end at once. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class RankWorker:
         self._uploads = uploads
         self._members = members or {group: (group,) for group in block_bytes}
         self._copies_per_save = max(map(len, self._members.values()))
-        """A save is as many copies as its object has members. Copy `i` of job `n` has the number
-        `n * copies_per_save + i`."""
+        """Most copies of a save, which has one per member of its object. Copy `i` of job `n` has
+        the number `n * copies_per_save + i`."""
         self._saves: dict[int, SaveJob] = {}
         self._announced: dict[int, SaveJob] = {}
-        """Saves of the plan begun last that have not begun."""
+        """Saves of the current plan that have not begun."""
         self._begun: CopyMark | None = None
-        """Where the step began, if its plan has loads."""
+        """The mark of the step's beginning, if its plan has loads."""
         self._copied: dict[int, list[SavedEnd]] = {}
-        """By save: the ends of those of its copies that have ended, while others have not."""
+        """By save: the ends of its finished copies, while other copies of it are unfinished."""
         self._jobs: set[int] = set()
         self._report = StepReport()
         self._loading: dict[str, _RequestLoad] = {}
@@ -72,11 +72,11 @@ class RankWorker:
         self._suspended = False
 
     def begin(self, plan: StepPlan) -> None:
-        """Fence blocks, and start what the network does. Called before the step writes to
+        """Fence blocks, and start the jobs of the I/O process. Called before the step writes to
         blocks.
 
-        The saves of the last plan that the engine has passed over end as failed. A rank that is not
-        the last pipeline stage gets none to execute if the engine speculates.
+        Saves of the previous plan that the engine skipped end as failed. If the engine speculates,
+        it skips all saves on ranks before the last pipeline stage.
         """
         if self._announced:
             self.refuse([*self._announced.values()])
@@ -111,10 +111,10 @@ class RankWorker:
 
     def save(self, jobs: Sequence[SaveJob], *, read_first: bool = False) -> None:
         """Copy blocks to slots. Called after the forward that fills the blocks has been launched.
-        Saves that `begin` has not announced, or has already given up, are left out.
+        Saves that `begin` has not announced, or has already given up, are skipped.
 
-        read_first: fence the blocks now, so that what the engine launches next begins after they
-            have been read.
+        read_first: fence the blocks now, so that the engine's next work begins after they have been
+            read.
         """
         if self._suspended:
             self.refuse(jobs)
@@ -132,20 +132,19 @@ class RankWorker:
             self._fence(job.job_id for job in jobs)
 
     def refuse(self, jobs: Iterable[SaveJob]) -> None:
-        """Let saves end as failed: what the blocks hold is not what their keys say."""
+        """End saves as failed, because their blocks do not hold the content of their keys."""
         for job in jobs:
             if self._announced.pop(job.job_id, None) is not None:
                 self._saved(job, False, 0.0)
 
     def wait_launched(self, timeout_s: float) -> bool:
-        """Block until the device has been given every copy ordered so far. Returns False when time
-        ran out first. For an engine that may take the blocks' memory away once the device is idle.
-        """
+        """Block until every copy ordered so far has been launched. Returns False if time runs out
+        first. For an engine that may unmap the blocks' memory once the device is idle."""
         return self._copies.wait_started(timeout_s)
 
     def suspend(self, timeout_s: float) -> bool:
-        """Finish the copies, because the blocks' memory goes away; those ordered before `resume`
-        end as failed. Returns False when time ran out first. Idempotent."""
+        """Finish the copies, because the blocks' memory will be unmapped; copies ordered before
+        `resume` end as failed. Returns False if time runs out first. Idempotent."""
         self._suspended = True
         return self._copies.wait_all(timeout_s)
 
@@ -192,13 +191,13 @@ class RankWorker:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether `poll` and `take_loaded` have nothing to do. In most steps they have not."""
+        """Whether `poll` and `take_loaded` have nothing to do, as in most steps."""
         busy = self._loading or self._saves or self._jobs or self._loaded
         return not busy and not self._client.is_due
 
     def give_up_loads(self) -> set[str]:
         """Wait for the copies, and return the requests whose loads were not reported as ended. Used
-        when this object cannot be trusted any longer. Gives up waiting after `_GIVE_UP_S`."""
+        when this object can no longer be trusted. Gives up waiting after `_GIVE_UP_S`."""
         self._copies.wait_all(_GIVE_UP_S)
         return set(self._loading) | self._loaded
 

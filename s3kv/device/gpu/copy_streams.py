@@ -7,8 +7,8 @@
                     → finished
 
 A kernel gathers the pages of a chunk in a staging buffer, and the copy engine moves the buffer in
-one piece; a load goes the same way backwards. With two streams and two buffers the gather of a
-chunk overlaps the DMA of the one before. A load's DMA does not wait for the engine: the slot was
+one piece; a load does the same in reverse. With two streams and two buffers, the gather of a chunk
+overlaps the DMA of the previous chunk. A load's DMA does not wait for the engine: the slot was
 filled before the load was ordered, and only the pages may still be in use.
 
 Streams wait for each other, and for a staging buffer to be free, by events. The host waits only if
@@ -39,9 +39,9 @@ _PLACES_BYTES = 4 * 2**20
 class EventTicket:
     """The ticket of a copy on a GPU. The same event may stand for several points.
 
-    begun_at, moved: the bus has come to the copy, and has moved it. source_read: the source may be
-    overwritten. finished: the copy's end. events: the pool to which all go back, because making and
-    destroying one costs more than recording it; streams that wait for one still do.
+    begun_at, moved: the bus has reached the copy, and has moved it. source_read: the source may be
+    overwritten. finished: the copy's end. events: the pool to which all return, because creating
+    and destroying one costs more than recording it; streams that wait for one still do.
     """
 
     gpu: Gpu
@@ -83,7 +83,7 @@ class Staging:
     """The buffers of one direction, used in turn. Raises `RuntimeError` if there is no memory.
 
     rows: device memory for the row numbers of a copy. places: pinned memory from which a kernel
-    fetches them, one for each copy under way, and the event that passes when it is free.
+    fetches them, one for each copy under way, each with an event that passes when it is free.
     """
 
     def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:

@@ -70,7 +70,7 @@ class CudaGpu:
 
     def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
         numbers = torch.zeros(count, dtype=torch.int64).pin_memory()
-        # An address of pinned memory is one of the GPU, too. The tensor keeps `numbers` alive.
+        # An address of pinned memory is also valid on the GPU. The tensor keeps `numbers` alive.
         array = {"shape": (count,), "typestr": "<i8", "data": (numbers.data_ptr(), False)}
         mapped = SimpleNamespace(__cuda_array_interface__=array | {"version": 3}, keeps=numbers)
         return numbers.numpy(), torch.as_tensor(mapped, device=self._device)

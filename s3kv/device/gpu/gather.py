@@ -93,7 +93,7 @@ def with_rows(parts: Sequence[Stack], rows: torch.Tensor) -> Iterator[tuple[Stac
 
 
 def _runs(layout: PageLayout) -> Iterator[range]:
-    """Runs of consecutive layers in one storage whose rows get no shorter by being together."""
+    """Runs of consecutive layers in one storage whose rows do not get shorter when joined."""
     start = 0
     for i in range(1, len(layout.layers) + 1):
         if i < len(layout.layers) and _alike(layout, start, i):

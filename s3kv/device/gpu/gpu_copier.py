@@ -33,7 +33,7 @@ class GpuCopier:
             undo.pop_all()
 
     def mark(self) -> Event:
-        # Not of the pool: it has passed its last use when the last copy that has it is launched.
+        # Not from the pool: its last use is over once the last copy that uses it is launched.
         event = self._gpu.new_event()
         self._gpu.current_stream().record(event)
         return event
@@ -56,7 +56,7 @@ class GpuCopier:
     def close(self) -> None:
         if not self._places.layouts:
             return
-        with suppress(RuntimeError):  # the device has failed, and so copies nothing any more
+        with suppress(RuntimeError):  # the device has failed, and no longer copies anything
             self.settle()
         self._gpu.unpin()
         del self._out, self._in  # their staging would keep the engine's cache alive

@@ -35,7 +35,7 @@ class Stream(Protocol):
     """
 
     def wait(self, event: Event) -> None:
-        """Make work launched after this run after the point where `event` is now."""
+        """Make work launched from now on run after the present point of `event`."""
 
     def record(self, event: Event) -> None:
         """Move `event` behind everything launched so far."""
@@ -71,7 +71,7 @@ class Gpu(Protocol):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory, flat uint8, for use after everything launched on the current stream.
-        Raises `RuntimeError` where there is not so much."""
+        Raises `RuntimeError` if there is not enough."""
 
     def enter_thread(self) -> None:
         """Prepare the calling thread to launch work."""

@@ -112,8 +112,8 @@ def register(
     registered: dict[int, int] = {}
     began_s = clock()
     for number, (address, nbytes) in enumerate(_pieces(memory, unit_bytes), start=1):
-        # CUDA would have pages allocated on one thread, while it holds a lock of the driver that
-        # other processes wait for. A failure shows when CUDA registers them.
+        # CUDA would allocate the pages on one thread, while holding a driver lock that other
+        # processes wait for. A failure shows when CUDA registers them.
         allocate(address, nbytes, os.sched_getaffinity(0))
         code = int(_cudart().cudaHostRegister(address, nbytes, 0))
         if code:
