@@ -27,8 +27,8 @@ def main() -> int:
     for name in ("--fd", "--slab-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
     arguments = parser.parse_args()
-    # Ctrl-C and systemd's stop reach every process at once. The worker decides what they mean: it
-    # may want its chunks uploaded first. This process ends when the worker is gone.
+    # Ctrl-C and systemd's stop reach every process at once. Only the worker acts on them: it may
+    # first need its chunks uploaded. This process ends when the worker is gone.
     for number in _HANDLED:
         # Not SIG_IGN, which the helper programs of credentials would inherit.
         signal.signal(number, lambda *_: None)

@@ -23,7 +23,7 @@ _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Variables by which OpenMP binds threads to cores; the first thread is bound when the library is
 loaded. vLLM's CPU workers load it into every process they start (LD_PRELOAD)."""
 _KILLED_S = 2.0
-"""Longest wait for a killed process. While its disk hangs it does not end, but runs no code."""
+"""Longest wait for a killed process. It cannot end while its disk hangs, but it runs no code."""
 _LAST_LINES_S = 0.2
 """Longest wait for the last lines of a dead process to be logged."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,18 +31,18 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Child:
     """One I/O process, from its start until it has been reaped. Used by one thread. `end` blocks,
-    and `receive` for as long as it is told to wait.
+    and so does `receive`, for up to `wait_s`.
 
     It stays in the worker's process group: a signal that a terminal or a supervisor sends to the
-    group reaches both, and SIGKILL leaves neither. SIGINT, SIGTERM and SIGHUP do not end it.
-    What it prints is logged in this process (`io.process_log`).
+    group reaches both, and SIGKILL ends both. SIGINT, SIGTERM and SIGHUP do not end it.
+    Its output is logged in this process (`io.process_log`).
     """
 
     def __init__(
         self, slab_fd: int, module: str, processors: Collection[int] | None = None
     ) -> None:
-        """Start `python -m module`, to run on these processors even if the thread that starts it is
-        bound to others; None: where the thread may run. Raises `OSError` if the system cannot."""
+        """Start `python -m module` on these processors, even if the calling thread is bound to
+        others; None: on that thread's. Raises `OSError` if the system cannot start it."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
         self._frames = wire.FrameReader(wire.Up)
@@ -111,7 +111,7 @@ class Child:
         if wait_s:
             poller = select.poll()  # select() takes no descriptor above 1023
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            poller.poll(1000 * min(wait_s, 3600.0))  # it takes some weeks at most
+            poller.poll(1000 * min(wait_s, 3600.0))  # it accepts a few weeks at most
         messages: list[wire.Up] = []
         while not self.hung_up:
             try:

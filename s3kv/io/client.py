@@ -1,10 +1,10 @@
 """Client of the I/O process, in its worker.
 
-`IoClient` belongs to the worker's engine thread. It starts no thread but the one that logs what the
-process prints (`io.process_log`). Between `wait_ready` and `drain`, `submit` and `cancel` queue a
-message, `flush` hands the queue to the kernel, `poll` collects the ends of jobs. Of these
-only `poll` blocks: for its `linger_s` and, if the process has died, for up to 0.2 s until its last
-lines are logged, and while the next process is started.
+`IoClient` belongs to the worker's engine thread. It starts only one thread, which logs the output
+of the process (`io.process_log`). Between `wait_ready` and `drain`, `submit` and `cancel` queue a
+message, `flush` passes the queue to the kernel, and `poll` collects the ends of jobs. Of these only
+`poll` blocks: for its `linger_s` and, if the process has died, for up to 0.2 s until its last lines
+are logged, and while the next process is started.
 
 It guarantees, whatever happens to the process:
 
@@ -14,8 +14,8 @@ It guarantees, whatever happens to the process:
 3. A process that dies, breaks the protocol, stops answering or cannot serve is replaced, after a
    pause that doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next
    `poll`.
-4. An invalid job ends as INVALID. So does every job like one that has crashed the process three
-   times (`io.outstanding`).
+4. An invalid job ends as INVALID. So does every repetition of a job that has crashed the process
+   three times (`io.outstanding`).
 
 `io.process_life` decides when a process is given up, killed and replaced; `io.child` is the
 transport to it.
@@ -84,7 +84,7 @@ class IoClient:
     # Start and end: these may block.
 
     def start(self) -> None:
-        """Start the process, without waiting for it. Jobs may follow at once, and wait in it.
+        """Start the process, without waiting for it. Jobs may be submitted at once, and wait in it.
 
         Raises `IoProcessError` if the process cannot be started, or was started before.
         """
@@ -118,7 +118,7 @@ class IoClient:
         """Give up fetches and wait up to `timeout_s` for uploads. Returns the uploads left.
 
         The next `poll` returns the jobs that ended meanwhile. Call only `poll` and `close`
-        afterwards. If the worker is killed while it waits here, the process still uses its time.
+        afterwards. If the worker is killed while it waits here, the process still uses `timeout_s`.
         """
         jobs, uploads = self._jobs, self._jobs.of(JobKind.UPLOAD)
         if jobs.any_outstanding:
@@ -158,7 +158,7 @@ class IoClient:
             child.flush()
             if (left_s := deadline_s - time.monotonic()) <= 0:
                 return
-            is_dead = child.is_dead()  # before, or its last messages would be lost
+            is_dead = child.is_dead()  # checked first, or its last messages would be lost
             self._receive(child, min(left_s, CHECK_S))
             if is_dead:
                 self.life.failed("", self._clock())
@@ -178,8 +178,8 @@ class IoClient:
             self._post(job)
 
     def cancel(self, job_id: int, *, if_waiting: bool = False) -> None:
-        """Ask for a job to end soon; `if_waiting`: only if it has not begun. It ends as CANCELLED,
-        or as it would have otherwise."""
+        """Request that a job end soon; `if_waiting`: only if it has not begun. It ends as
+        CANCELLED, or as it would have otherwise."""
         if self._jobs.has(job_id):
             self._post(wire.Cancel(job_id, if_waiting))
 
@@ -222,8 +222,8 @@ class IoClient:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything to do for `poll`. In most steps there is not, and they are
-        spared the system calls."""
+        """Whether `poll` has anything to do. In most steps it has not, which saves them the system
+        calls."""
         return (
             (child := self._up) is None
             or self._answers.ready is None

@@ -1,4 +1,4 @@
-"""Log of failed jobs, bounded in its rate."""
+"""Rate-limited log of failed jobs."""
 
 from __future__ import annotations
 

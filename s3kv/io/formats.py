@@ -1,8 +1,8 @@
 """Object formats of one worker, and the check that a job can be carried out.
 
-The I/O process alone checks jobs. It touches the slab, and it looks up the format that the check
-needs in any case. Its worker is an engine: an error raised there would reach a hook of vLLM, and
-leave a job that the planner waits for. A refused job ends as INVALID instead, like any other. Pure.
+Only the I/O process checks jobs. It accesses the slab, and it looks up the format that the check
+needs anyway. Its worker is an engine: an error raised there would reach a vLLM hook, and leave a
+job that the planner waits for. A rejected job ends instead, as INVALID. Pure.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Formats:
         self._chunks = chunk_formats(handshake)
 
     def of(self, job: BucketJob) -> tuple[Format, slice]:
-        """The format of the object that a fetch or an upload moves, and its bytes of the slab: of
-        one in borrowed memory, its payload alone.
+        """The format of the object that a fetch or an upload moves, and its bytes in the slab; in
+        borrowed memory, only its payload.
 
         Raises `ValueError` for a job that cannot be carried out: another kind, a group or an item
         this worker does not have, or bytes outside the slab.

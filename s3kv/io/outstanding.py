@@ -5,9 +5,9 @@
        └──poison, or no process──▶ ended, INVALID or FAILED
 
 A poison job crashes the I/O process. It was in the process at `_CRASHES` crashes, and has never
-ended in between. It is known by the object that it moves, so a job that was beside the culprit each
-time is given up with it: a miss, or an upload less. A SIGKILL from outside is no crash, nor is the
-end of a process that could not serve.
+ended in between. It is identified by the object that it moves, so a job that was with the culprit
+at every crash is also given up, at the cost of a miss or an upload. A SIGKILL from outside is not a
+crash, and neither is the exit of a process that could not serve.
 
 Pure, except for `JobEndLog`: the client moves the messages.
 """
@@ -24,7 +24,7 @@ from s3kv.types import ChunkKey, ItemShape, Outcome
 Moved = tuple[JobKind, ChunkKey, ItemShape | None]
 _CRASHES = 3
 _MOST_COUNTED = 4096
-"""The oldest are forgotten; each of these costs at most three more crashes."""
+"""The oldest are forgotten; each forgotten one costs at most three more crashes."""
 _IS_POISON = "this job crashes the I/O process, so it is not sent any more"
 
 
@@ -56,8 +56,8 @@ class OutstandingJobs:
     def add(self, job: BucketJob, why_down: str) -> bool:
         """Add a job. Returns True if the caller must send it; otherwise it has ended.
 
-        why_down: why no process can take the job; empty if one can. Raises `ValueError` if a job
-        with this id has not ended; nothing has changed then.
+        why_down: why no process can take the job; empty if one can. Raises `ValueError`, and
+        changes nothing, if a job with this id has not ended.
         """
         if job.job_id in self._outstanding:
             raise ValueError(f"job {job.job_id} has not ended yet")
@@ -112,7 +112,7 @@ class OutstandingJobs:
 
 
 class PoisonJobs:
-    """The crashes that the jobs of one client were in, for as long as the client lives."""
+    """Crash counts of one client's jobs, for the life of the client."""
 
     def __init__(self) -> None:
         self._crashes: dict[Moved, int] = {}

@@ -4,7 +4,7 @@
                    ▲ └──close──▶ CLOSED (from any)                               │
                    └────────────────────────pause over───────────────────────────┘
 
-Pure: `io.client` reports the events with the time, and does what is due.
+Pure: `io.client` reports the events with the time, and carries out the actions that are due.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ LIFE_TRANSITIONS: Transitions[State, LifeEvent] = Transitions(
 
 
 class ProcessLife:
-    """State of the current process. reason: why it is DYING, or was. broke_protocol: whether that
-    is why. starts, deaths: counts of processes."""
+    """State of the current process. reason: why it is or was DYING. broke_protocol: whether a
+    violation of the protocol is the reason. starts, deaths: counts of processes."""
 
     def __init__(self) -> None:
         self.state = State.NEW
@@ -76,8 +76,8 @@ class ProcessLife:
         self._pause(now_s)
 
     def failed(self, reason: str, kill_s: float, *, broke_protocol: bool = False) -> None:
-        """Note that the process is of no use any more. kill_s: when to kill it, if it still runs.
-        The first failure of a process counts. reason: empty if the exit status will give it."""
+        """Record that the process is no longer usable. kill_s: when to kill it, if it still runs.
+        Only a process's first failure counts. reason: empty if the exit status will give it."""
         if self.state is State.UP:
             self.reason, self.broke_protocol, self._due_s = reason, broke_protocol, kill_s
         self._step(LifeEvent.FAIL)

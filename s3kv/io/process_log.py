@@ -1,8 +1,8 @@
 """The I/O process's log, which its worker writes.
 
 The process prints each record as a line of JSON; the worker logs it in its own process, with the
-time, level and place of the record. Lines that are no record (a crash, a library that prints) are
-warnings. So whoever has configured `logging` in the worker has configured it for both.
+time, level and place of the record. Lines that are not records (a crash, a library that prints) are
+warnings. The configuration of `logging` in the worker thus applies to both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def record_of(line: str, pid: int) -> logging.LogRecord:
     except (msgspec.MsgspecError, UnicodeError):
         it = _LogLine(logging.WARNING, __file__, 0, line.rstrip(), None)
     text = f"I/O process {pid}: {it.message}"
-    # Somebody's factory may add fields that a formatter needs; vLLM's does.
+    # A custom factory may add fields that a formatter needs; vLLM's does.
     make = logging.getLogRecordFactory()
     record = make(LOGGER, it.levelno, it.pathname, it.lineno, text, None, None)
     if it.created is not None:

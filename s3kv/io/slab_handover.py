@@ -1,14 +1,14 @@
 """Slab handover: one slab for the scheduler's process and the workers that read it.
 
-The scheduler's side creates the slab and offers it to every worker that is to load from it. Each
-worker maps the slab, prepares it (pins it, on a GPU) and answers with a word of its own. All that
-happens before the scheduler's side is up, so every worker can reach whatever is promised later.
+The scheduler's side creates the slab and offers it to every worker that will load from it. Each
+worker maps the slab, prepares it (pins it, on a GPU) and answers with a word of its own. All this
+happens before the scheduler's side is up, so every worker can reach all items promised later.
 
 A worker listens on an abstract Unix socket, which leaves no file behind; it is up before the
-scheduler's side is created. The slab's descriptor comes as ancillary data. A worker takes a slab
-only from its own process or its parent, as the kernel reports them (SO_PEERCRED), so that nobody
-else on the machine can hand it one. A worker on another machine, or one that Ray has started,
-cannot be reached; nothing is loaded from this slab then.
+scheduler's side is created. The slab's descriptor is sent as ancillary data. A worker accepts a
+slab only from its own process or its parent, as reported by the kernel (SO_PEERCRED), so no other
+process on the machine can offer it one. A worker on another machine, or one started by Ray, cannot
+be reached; nothing is then loaded from this slab.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SlabTaker:
         self._thread.start()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed before anybody connected
+        with contextlib.suppress(OSError):  # closed before a peer connected
             while self._offerer is None:
                 peer, _ = self._sock.accept()
                 if not _is_ours(peer):

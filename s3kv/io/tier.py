@@ -1,4 +1,4 @@
-"""Tier: the host memory of one process, and the I/O process that moves it to and from the bucket.
+"""Tier: the host memory of one process, and the I/O process between it and the bucket.
 
 It is set up in the same order for a rank, for an encoder cache and for the library:
 
@@ -32,8 +32,8 @@ from s3kv.types import TensorSpec
 logger = logging.getLogger("s3kv")
 
 _PROCESS_START_S = 130.0
-"""Time before `START_TIMEOUT_S` begins: to start an I/O process (90 s on a busy machine), for keys
-(`kms.ANSWER_S`) and the disk (`disk.PATIENCE_S`). So the process gives up first, and says why."""
+"""Time before `START_TIMEOUT_S` begins: to start an I/O process (90 s on a busy machine), read keys
+(`kms.ANSWER_S`) and open the disk (`disk.PATIENCE_S`). The process fails first, with a reason."""
 
 
 def introduce(
@@ -54,7 +54,7 @@ def introduce(
     identity: everything that changes the bytes of an object or their meaning. The mode and key that
         seal it are added here. shard, groups, item_dtype, first_blocks, pages: as in `Handshake`.
     writes_manifest: whether this process writes the namespace's manifest and compares it, and lists
-        `shapes` there, the shards of all ranks.
+        `shapes` (the shards of all ranks) in the namespace.
     row_bytes: distance between payloads in borrowed memory; 0: the slab is the process's own.
     Raises `ConfigError` if the mode needs a secret or a package that is missing, and `TypeError`
     or `ValueError` for an identity that is not made of JSON values.
@@ -91,10 +91,10 @@ def _whole_pages(formats: Collection[ChunkFormat]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Division of a slab into equal slots. A slot has room for a chunk, if all are of one group;
-    otherwise it is a page, and a chunk takes several. So all ranks divide theirs alike.
+    """Division of a slab into equal slots. If all chunks are of one group, a slot holds one chunk;
+    otherwise it is a page, and a chunk takes several. All ranks thus divide their slabs alike.
 
-    formats: by group, the format of its objects. slot_bytes: as in `Handshake`.
+    formats: object formats, by group. slot_bytes: as in `Handshake`.
     """
 
     formats: Mapping[int, ChunkFormat]
@@ -103,8 +103,8 @@ class Slots:
 
     @classmethod
     def of(cls, handshake: Handshake, advice: str = "") -> Slots:
-        """The slots that `host_bytes` has room for. Raises `ConfigError`, with `advice` at its
-        end, if that is none."""
+        """The slots that `host_bytes` has room for. Raises `ConfigError`, which ends with
+        `advice`, if not even one object fits."""
         formats = chunk_formats(handshake)
         slot_bytes, host_bytes = handshake.slot_bytes, handshake.config.host_bytes
         slots = -(-_whole_pages(formats.values()) // slot_bytes)
@@ -130,7 +130,7 @@ class Tier:
     slab: Slab
     client: IoClient
     known: bool | None
-    """Whether the namespace has objects; None if the bucket does not answer or nobody waited."""
+    """Whether the namespace has objects; None if the bucket does not answer or was not awaited."""
 
     def close(self) -> None:
         """End the I/O process, which takes up to 2 s, and release the slab. Idempotent."""
@@ -141,8 +141,8 @@ class Tier:
 def try_bucket(client: IoClient) -> bool | None:
     """Wait until the I/O process has tried the bucket, as long as it may take.
 
-    Returns whether the namespace has objects; None if the bucket does not answer. Raises what
-    `IoClient.wait_ready` raises, after which the client is closed.
+    Returns whether the namespace has objects; None if the bucket does not answer. Raises the errors
+    of `IoClient.wait_ready`, after which the client is closed.
     """
     ready = client.wait_ready(START_TIMEOUT_S + _PROCESS_START_S)
     if ready.trouble is not None:
@@ -162,7 +162,7 @@ def open_tier(
 ) -> Tier:
     """Make a slab, start its I/O process, and wait until that has tried the bucket.
 
-    memory: the slab's size in bytes, or a slab, which the tier owns from now on.
+    memory: the slab's size in bytes, or a slab, which the tier takes over.
     handshake: the handshake, or a function that makes it once the slab exists.
     node: where the memory should be. processors: cores of the I/O process, as in `IoClient`.
     planned: as in `Slab.create`.

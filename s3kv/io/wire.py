@@ -47,7 +47,7 @@ MAX_DETAIL_BYTES = 700
 
 
 def truncated(detail: str) -> str:
-    """Return as much of a text, which may come from anywhere, as a message carries."""
+    """Return as much of a text, which may come from any source, as a message can carry."""
     return detail.encode("utf-8", "replace")[:MAX_DETAIL_BYTES].decode("utf-8", "ignore")
 
 
@@ -65,13 +65,13 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
     integrity: how objects are sealed and verified.
     manifest: the namespace's manifest, to be written and compared; empty if another rank does it.
     shapes: shards of all ranks, to be listed in the namespace beside the manifest.
-    first_blocks: by number, the first of a chunk's blocks that its objects hold; 0, if not given.
+    first_blocks: by group number, the first block of a chunk that its objects hold; else 0.
     slot_bytes: distance between slots, the first of which is at offset 0 of the slab.
-    is_borrowed: whether the slab is another's memory, whose slots hold payloads alone. Headers are
-        in the I/O process then, and it tries an upload as long as a fetch, because nobody else
-        does.
-    pages: what pages of ranks of all sizes in this namespace have in common; None: the namespace is
-        one size's.
+    is_borrowed: whether the slab is memory of another owner, whose slots hold only payloads. The
+        I/O process then keeps the headers, and retries an upload for as long as a fetch, because
+        no other layer does.
+    pages: common features of the pages of all parallel sizes in this namespace; None: the namespace
+        is for one size only.
     """
 
     config: Config

@@ -1,12 +1,12 @@
-"""Circuit breaker: stops asking a store that keeps failing, and finds out when it is back.
+"""Circuit breaker: blocks calls to a store that keeps failing, and detects its recovery.
 
     CLOSED ──`threshold` failures in a row──▶ OPEN ──pause over──▶ HALF_OPEN
        ▲                                       ▲                      │
        └──────────────success─────────────────┼──────success─────────┤
                                                └──failure, pause × 2──┘
 
-Half-open lets one call through per pause; its outcome decides. If it ends without the store, the
-next call may find out.
+HALF_OPEN lets one call through per pause; its outcome decides. If that call ends without the
+store, the next call is let through at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Breaker:
-    """The breaker of one store. Used from one thread; the caller passes the time. Any answer is a
-    success, "no such object" included. threshold: failures in a row that open it. has_disk: whether
-    a fetch that may not call the store is near instead of refused: it asks this host's disk."""
+    """Breaker of one store. Used from one thread; the caller passes the time. Any answer is a
+    success, even "no such object". threshold: failures in a row that open it. has_disk: whether a
+    fetch that may not call the store is near (reads only this host's disk) instead of refused."""
 
     threshold: int = 5
     first_pause_s: float = 0.5
@@ -49,7 +49,7 @@ class Breaker:
         return True
 
     def is_near(self, now_s: float) -> bool:
-        """Whether a fetch made now must be near. Asks `allows`, if there is a disk."""
+        """Whether a fetch made now must be near. Calls `allows` if there is a disk."""
         return self.has_disk and not self.allows(now_s)
 
     def is_open(self, now_s: float) -> bool:
@@ -57,8 +57,8 @@ class Breaker:
         return self.state is not BreakerState.CLOSED and now_s < self._open_until_s
 
     def saw(self, outcome: Outcome, now_s: float, *, near: bool = False) -> None:
-        """Note the outcome of a call. A cancelled call, and one that no store would take, say
-        nothing about this store. Nor does one that has ended without it (`near`)."""
+        """Record the outcome of a call. Calls that were cancelled, that no store would accept, or
+        that ended without this store (`near`) carry no information about it."""
         if near:
             if self.state is BreakerState.HALF_OPEN:
                 self._open_until_s = now_s

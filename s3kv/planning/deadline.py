@@ -1,10 +1,10 @@
 """The rule for how long a request waits: `decide`, a pure function of `WaitFacts`. `keep_waiting`
-carries out its decisions.
+applies its decisions.
 
-A request waits for chunks only while that is expected to be faster than to compute them. So no
-request waits for a bucket that is known to be slow; its chunks arrive later and serve others. A
-request loses time only before the first measurement, or when the bucket becomes slow, and at most
-the time to compute the chunks. Encoder outputs follow the same rule, with rows in place of chunks.
+A request waits for chunks only while waiting is expected to be faster than computing them. No
+request waits for a bucket that is known to be slow; its chunks arrive later and serve other
+requests. A request loses time only before the first measurement or when the bucket becomes slow,
+and at most the compute time of the chunks. Encoder outputs follow this rule by rows, not chunks.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import NamedTuple
 from s3kv.types import Tally
 
 GAIN = 0.9
-"""Largest expected fetch time that is worth a wait, as a share of the computing time. The rest is a
-margin for error."""
+"""Largest expected fetch time that is worth a wait, as a fraction of the compute time. The rest is
+a margin for error."""
 
 LATE = 1.5
-"""Time after which a fetch is late, as a share of the expected one. All that is known of a late
-fetch is that it is a slow one, and slow ones may take as long again."""
+"""Time after which a fetch is late, as a multiple of the expected time. A late fetch is known only
+to be slow, and a slow fetch may take as long again."""
 
 PATIENCE_S = 1.0
 """Patience before the first measurement: ten times the first-byte time of a healthy S3."""
 
 PATIENCE_MIN_S = 0.25
-"""Shortest patience. An arrival is noticed only when an engine step ends, and two may run."""
+"""Shortest patience. Arrivals are noticed only at the end of an engine step; two may run."""
 
 PATIENCE_FETCHES = 2.0
 """Patience in fetch times."""
 
 PATIENCE_COMPUTE = 0.5
-"""Patience as a share of the time to compute what is missing. The slowest of many answers of a
-bucket with a tail takes much longer than twice the mean. To wait for it costs less than to compute
-all that comes after it."""
+"""Patience as a fraction of the time to compute the missing chunks. If the bucket has tail latency,
+the slowest of many answers takes much longer than twice the mean. Waiting for it costs less than
+computing everything after it."""
 
 
 class Forecast(NamedTuple):
-    """Times of the fetches that a request waits for, in seconds. None: nothing is known.
+    """Times of the fetches that a request waits for, in seconds. None: not known.
 
-    all_s: expected from the request of the first to the arrival of the last. fetch_s: of one of
-    them, as measured. alone_s: of one alone, as measured. absence_s: of an answer that a chunk is
-    not there. absent_share: share of the recent lookups whose first unknown chunk was not there.
+    all_s: expected time from the first request to the last arrival. fetch_s: measured time of one
+    of them. alone_s: measured time of a fetch that runs alone. absence_s: time of an answer that a
+    chunk is absent. absent_share: fraction of recent lookups whose first unknown chunk was absent.
     """
 
     all_s: float | None
@@ -60,20 +60,20 @@ class Wait:
     are seconds of the planner's monotonic clock."""
 
     is_begun: bool = False
-    """Whether the engine was told to wait since the last `start_over`."""
+    """Whether `begin` has been called since the last `start_over`."""
     started_s: float = 0.0
-    """Time at which the engine was first told to wait."""
+    """Time of the first `begin` since then."""
     asked_s: float = 0.0
     """Time at which the request last ordered or joined a fetch."""
     arrived_s: float = 0.0
-    """Time of the last arrival for it, or of the start of the wait."""
+    """Time of the request's last arrival, or of the start of the wait."""
     until_s: float = -math.inf
-    """Time until which the answer stays "wait", unless `wake` is called before."""
+    """Time until which the answer stays "wait", unless `wake` is called earlier."""
     wanted: int = 0
     """Chunks, or rows of encoder outputs, that it might get from the bucket, as of `started_s`."""
 
     def begin(self, now_s: float, wanted: int) -> None:
-        """Tell the engine to wait. Only the first call since `start_over` sets the clock."""
+        """Start or continue the wait. Only the first call since `start_over` sets the clock."""
         self.wake()
         if not self.is_begun:
             self.started_s = self.arrived_s = now_s
@@ -84,7 +84,7 @@ class Wait:
         self.wake()
 
     def wake(self) -> None:
-        """Have the wait decided on again: a fetch has ended, or something else is new."""
+        """Make a new decision due: a fetch has ended, or other facts have changed."""
         self.until_s = -math.inf
 
     def start_over(self) -> None:
@@ -94,13 +94,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class WaitFacts:
-    """All that `decide` goes by. Times are seconds of one monotonic clock, counts are chunks (of
-    encoder outputs: rows).
+    """Inputs of `decide`. Times are seconds of one monotonic clock; counts are chunks (rows for
+    encoder outputs).
 
-    missing: those still on their way. unproven: those of the missing ones that the bucket may not
-        have, because it does not have the next one.
-    compute_s: time to compute one.
-    gate: whether waits have to pay (`recompute_gate`); otherwise only `max_wait_s` counts.
+    missing: chunks not yet arrived. unproven: missing chunks that the bucket may not have, because
+        it does not have the next one.
+    compute_s: time to compute one chunk.
+    gate: whether waits must pay off (`recompute_gate`); otherwise only `max_wait_s` counts.
     """
 
     now_s: float
@@ -114,7 +114,7 @@ class WaitFacts:
 
 
 def keep_waiting(facts: WaitFacts, counters: Tally, gave_up: Callable[[float], object]) -> bool:
-    """Prolong the wait to its deadline, or end and count it. Returns whether it goes on.
+    """Extend the wait to its deadline, or end and count it. Returns whether it continues.
     gave_up: called with the seconds since the last arrival if the end shows that fetches are slow.
     """
     wait, now_s, until_s = facts.wait, facts.now_s, decide(facts)
@@ -141,10 +141,10 @@ def decide(facts: WaitFacts) -> float:
       these, and the time at which a fetch is late |
     | otherwise | it does not pay |
 
-    A fetch is late when `LATE` of `all_s` have passed since the last request or arrival. Patience
-    is `PATIENCE_S` before a fetch has been measured; then `PATIENCE_FETCHES` fetches or
-    `PATIENCE_MIN_S`, or, if that is more, `PATIENCE_COMPUTE` of the time to compute what is
-    missing, up to `PATIENCE_S`.
+    A fetch is late when `LATE` times `all_s` has passed since the last request or arrival. Patience
+    is `PATIENCE_S` until a fetch has been measured. It is then the largest of `PATIENCE_FETCHES`
+    fetch times, `PATIENCE_MIN_S`, and `PATIENCE_COMPUTE` times the time to compute the missing
+    chunks (at most `PATIENCE_S`).
     """
     wait, forecast = facts.wait, facts.forecast
     latest_s = wait.started_s + facts.max_wait_s
@@ -165,13 +165,13 @@ def decide(facts: WaitFacts) -> float:
 
 
 def likely(facts: WaitFacts) -> float:
-    """Expected number of the missing ones that the bucket has; before the first absence, all.
+    """Expected number of missing chunks that the bucket has; before the first absence, all.
 
-    A prefix is stored from its front. None of the unproven ones is there as often as that has been
-    so of late (`absent_share`); otherwise any number is at first as likely as any other. A large
-    one becomes more likely as time passes, because an answer that a chunk is not there comes sooner
-    than a chunk does: with the time of an absence exponential, and that of a fetch as much longer
-    as fetches are measured to be, the odds of each absence more are `ratio`.
+    A prefix is stored from its front. With the recent frequency `absent_share`, none of the
+    unproven chunks exists; otherwise every number of them is equally likely at first. Large numbers
+    become more likely as time passes, because an absence is answered sooner than a chunk arrives.
+    With exponential times of absences, and fetches longer by the measured difference, each further
+    absent chunk multiplies the odds by `ratio`.
     """
     unproven, forecast = facts.unproven, facts.forecast
     absence_s, absent_share = forecast.absence_s, forecast.absent_share

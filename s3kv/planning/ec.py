@@ -1,18 +1,18 @@
 """Planner of encoder outputs: decides which are fetched, awaited, promised, loaded and saved.
 
-A request passes from `meet` to `finished`:
+The life of a request, from `meet` to `finished`:
 
-    It requests each item that it needs, unless the engine or host memory holds it; a second time
+    It requests each item that it needs, unless the engine or host memory holds the item, and again
     only if the engine has taken the item and dropped it. It waits as long as `deadline.decide`
-    allows. Resident items are leased to it (pinned) until the engine takes them or it ends.
+    allows. It leases (pins) resident items until the engine takes them or the request ends.
 
 These rules make it safe:
-- `promise` answers only for an item in host memory, and pins it until no step that could load it
-  can still run (`steps_inflight`). So no promised item can be evicted.
-- An item's key covers the number of rows, so one identifier used for two sizes means two items.
+- `promise` returns only items in host memory, and pins each until every step that could load it
+  has ended (`steps_inflight`). No promised item can therefore be evicted.
+- An item's key covers the number of rows, so one identifier with two sizes names two items.
 - The ledger's rules for fetches apply.
 
-Scheduler process, one thread. Time comes in as an argument (seconds, monotonic).
+Scheduler process, one thread. Times are arguments (seconds, monotonic).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ECPlannerSettings:
 
 @dataclass(slots=True)
 class _ItemRequest:
-    """A request's items. named: all, by identifier; None for one that is not cached. leases: its
-    pinned items, by identifier. pending: the fetches that it waits for. wait: its wait for them;
-    its deadline takes in the planner's news up to `as_of`."""
+    """Items of a request. named: all, by identifier; None for an item that is not cached. leases:
+    pinned items, by identifier. pending: the fetches that it waits for. wait: its wait for them,
+    whose deadline reflects the planner's first `as_of` events (`_news`)."""
 
     named: set[tuple[str, Wanted | None]] = field(default_factory=set)
     asked: dict[str, Wanted] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class ECPlanner:
         self._sizes = ItemSizes(settings.dtype, settings.width, most)
         self._requests: dict[str, _ItemRequest] = {}
         self._names: dict[str, Counter[Wanted | None]] = {}
-        """For each identifier, the items that live requests mean by it, with request counts."""
+        """For each identifier, the items that it names in live requests, with request counts."""
         self._late: set[int] = set()
         """Fetches that continue although a request has given up its wait for them."""
         self._on_device: set[str] = set()
@@ -85,19 +85,19 @@ class ECPlanner:
         self._fetches: list[BucketJob] = []
         self._cancels: list[int] = []
         self._bytes_until: dict[int, int] = {}
-        """Expected bytes of the fetches under way up to each, by its job; empty if not known."""
+        """Cumulative expected bytes of the fetches under way, by job id; empty if not known."""
         self._news = 0
         """Number of events so far that may change how long requests should wait."""
 
     def meet(self, request_id: str, named: Iterable[tuple[str, Wanted | None]]) -> None:
-        """Note a request's items, before its first `ensure` and whenever it has got more."""
+        """Record a request's items, before its first `ensure` and whenever it has gained more."""
         request = self._requests.setdefault(request_id, _ItemRequest())
         for identifier, item in set(named) - request.named:
             request.named.add((identifier, item))
             self._names.setdefault(identifier, Counter())[item] += 1
 
     def ensure(self, request_id: str, wanted: Sequence[Wanted], now_s: float) -> bool:
-        """Whether the request may be scheduled. False: an item is on its way; ask again.
+        """Whether the request may be scheduled. False: an item is in flight; call again.
 
         wanted: the cacheable items that the rest of the request still needs.
         """
@@ -218,7 +218,7 @@ class ECPlanner:
                 del self._names[identifier]
 
     def reset(self) -> None:
-        """Forget all items, between two passes. Live requests get none; later ones, other keys."""
+        """Forget all items, between passes. Live requests get no more; later ones use new keys."""
         self.ledger.index.forget()
         self._on_device.clear()
         for request_id, request in [*self._requests.items()]:
@@ -242,8 +242,8 @@ class ECPlanner:
         return load
 
     def allocated(self, request_id: str, wanted: Wanted, now_s: float, *, saves: bool) -> None:
-        """Note that the engine has made room for the item in its own cache. It loads the item if
-        it was promised in this pass, and encodes it otherwise. saves: it may be saved then."""
+        """Record that the engine has made room for an item in its own cache. It now loads the item
+        if it was promised in this pass, else encodes it. saves: an encoded item may be saved."""
         identifier = wanted.identifier
         self._on_device.add(identifier)
         self._saves.pop(identifier, None)
@@ -264,7 +264,7 @@ class ECPlanner:
     def _save(self, wanted: Wanted, now_s: float) -> None:
         state, verdict = self.ledger.state(wanted.key), self.ledger.index.verdict
         is_known = state is ChunkState.RESIDENT or verdict(wanted.key, now_s)
-        # An engine that does not load never learns of deletions, so an old answer does not count.
+        # An engine that does not load never detects deletions, so an old verdict does not count.
         if is_known and state is not ChunkState.FETCHING:
             return
         self.counters["saves"] += 1
@@ -295,12 +295,12 @@ class ECPlanner:
         return fetches
 
     def take_cancels(self) -> list[int]:
-        """Take the fetches that have no waiter left. Their place is free only after their end."""
+        """Take the fetches that have no waiter left. Each holds its place until it has ended."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
     def on_end(self, end: JobEnd, now_s: float) -> None:
-        """Take in the end of a job. After that of a fetch, nothing writes to its place any more."""
+        """Process the end of a job. Nothing writes to a fetch's place after its end."""
         job = self.ledger.on_end(end, now_s)
         assert job is not None, "nobody else reports it"
         if not job.is_fetch:
@@ -321,7 +321,7 @@ class ECPlanner:
                 self._lease(request, identifier, job.entry)
 
     def on_report(self, report: ItemReport, now_s: float) -> None:
-        """Take in a report of the workers."""
+        """Process a report of the workers."""
         self.counters.update(report.counters)
         if report.encoded_rows:
             self.pace.encoded(report.encoded_rows, report.encode_seconds)

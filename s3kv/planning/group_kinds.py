@@ -12,21 +12,21 @@ from math import gcd
 from typing import ClassVar
 
 STATE_SPACING = 4
-"""Bytes of KV between two states of a prompt, relative to the bytes of a state. So the states
-between a prompt's first and its last are a quarter of its KV at most."""
+"""Bytes of KV between two states of a prompt, relative to the bytes of one state. The states
+between a prompt's first and last therefore amount to at most a quarter of its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupKind(ABC):
-    """Kind of a KV-cache group: the tokens that a resume depends on, and all that follows from it.
-    `str` of a kind names its layers, for people.
+    """Kind of a KV-cache group: the tokens that a resume depends on, and the rules that follow.
+    `str(kind)` names its layers, for people.
 
-    name: its name in manifests. plural: that of its layers. reach_tokens: how far its attention
-        reaches; 0: to the start.
-    is_cumulative: a resume needs all that a shorter one needs. So every chunk makes a hit longer,
-        and tables have no gaps.
-    is_sparse: the engine writes a block only where a step ends. So most chunks have none, and a
-        resume needs that of the last chunk alone.
+    name: its name in manifests. plural: name of its layers. reach_tokens: reach of its attention;
+        0: to the start.
+    is_cumulative: a resume needs everything that a shorter one needs. Every chunk therefore makes a
+        hit longer, and tables have no gaps.
+    is_sparse: the engine writes a block only where a step ends. Most chunks therefore have none,
+        and a resume needs only the block of the last chunk.
     """
 
     reach_tokens: int = 0
@@ -47,7 +47,7 @@ class GroupKind(ABC):
         return self.first_token(chunk_tokens)
 
     def chunk_tokens(self, block_tokens: int, wanted: int) -> int:
-        """The length of chunks to take if no setting says so. wanted: a multiple of the block."""
+        """The chunk length without a setting. wanted: preferred length, a multiple of the block."""
         return wanted
 
     def objection(self, chunk_tokens: int) -> str:
@@ -58,17 +58,17 @@ class GroupKind(ABC):
         self, end: int, computed: int, scheduled: int, states: Sequence[int], last: int | None
     ) -> bool:
         """Whether to save the chunk that ends after `end` tokens, once a step of `scheduled` tokens
-        after `computed` ones has run: whether a resume there needs anything of the group, and it is
-        there, and worth its bytes.
+        after `computed` ones has run: a resume at `end` must need a block of the group, and the
+        block must exist and be worth its bytes.
 
-        states: as in `ScheduledRequest`. last: the most tokens that the prompt can resume after, in
-            whole chunks; None: it is not known.
+        states: as in `ScheduledRequest`. last: largest number of tokens, in whole chunks, after
+            which the prompt can resume; None: not known.
         """
         return self.first_token(end) < end
 
 
 class FullAttention(GroupKind):
-    """Full attention, MLA's included: a token sees all before it."""
+    """Full attention, including MLA: a token sees all tokens before it."""
 
     name, plural = "full", "full attention"
     is_cumulative = True
@@ -90,8 +90,8 @@ class SlidingWindow(GroupKind):
 
 
 class LocalAttention(GroupKind):
-    """Chunked-local attention: a token sees itself and those since a multiple of `reach_tokens`. A
-    chunk divides the reach, so that all of its blocks are needed at the same lengths."""
+    """Chunked-local attention: a token sees itself and the tokens since the last multiple of
+    `reach_tokens`. A chunk divides the reach, so all its blocks are needed at the same lengths."""
 
     name, plural = "local", "local attention"
 
@@ -117,8 +117,8 @@ class LocalAttention(GroupKind):
 class States(GroupKind):
     """Mamba, linear attention or short convolution: a block is the state after its last token.
 
-    interval_tokens: tokens between two states that are saved because a step ends there; 1: each of
-        them is.
+    interval_tokens: tokens between two states that are saved because a step ends there; 1: every
+        such state is saved.
     """
 
     interval_tokens: int = 1
@@ -129,16 +129,16 @@ class States(GroupKind):
         return max(0, tokens - 1)
 
     def chunk_tokens(self, block_tokens: int, wanted: int) -> int:
-        """The length of a block: the engine keeps the state of a prompt after its last whole
-        block, and of no other for sure."""
+        """The length of a block: only the state after a prompt's last whole block is certain to be
+        kept by the engine."""
         return block_tokens
 
     def is_saved(
         self, end: int, computed: int, scheduled: int, states: Sequence[int], last: int | None
     ) -> bool:
-        """A step writes one state, at its end; the next one writes to another block, if this one is
-        full. Saved are the prompt's last, the first after a multiple of the interval, and those
-        that the engine keeps itself, because it says so or the step began there."""
+        """A step writes one state, at its end; the next step writes to another block if this one is
+        full. The saved states are the prompt's last, the first after each multiple of the interval,
+        and those that the engine itself keeps: `states`, and the one at which the step began."""
         if last is not None and end > last:
             return False
         if end == computed or end in states:
@@ -155,11 +155,11 @@ KINDS: tuple[type[GroupKind], ...] = (FullAttention, SlidingWindow, LocalAttenti
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The KV-cache groups of the engine that need the same positions to resume. Their pages of a
-    chunk are one object. A chunk is a whole number of blocks.
+    """KV-cache groups of the engine that need the same positions to resume. Their pages of a chunk
+    form one object. A chunk is a whole number of blocks.
 
     number: the number in the keys of its chunks.
-    members: the engine's numbers of the groups, in the order of their parts; none: `number`.
+    members: the engine's numbers of the groups, in the order of their parts; empty: `number` alone.
     """
 
     block_tokens: int
@@ -187,15 +187,15 @@ class Coverage:
         object.__setattr__(self, "held", range(first, blocks))
 
     def blocks_for(self, tokens: int) -> range:
-        """Positions of the blocks that a resume at `tokens` needs. Raises `ValueError` if they do
-        not end with a block."""
+        """Positions of the blocks that a resume at `tokens` needs. Raises `ValueError` if `tokens`
+        is negative or not a whole number of blocks."""
         if tokens < 0 or tokens % self.block_tokens:
             raise ValueError(f"{tokens} tokens: allowed are multiples of {self.block_tokens}")
         first = self.kind.first_token(tokens) // self.block_tokens
         return range(first, tokens // self.block_tokens)
 
     def chunks_for(self, tokens: int) -> range:
-        """Positions of the chunks that hold those blocks."""
+        """Positions of the chunks that hold the blocks of `blocks_for`."""
         blocks, size = self.blocks_for(tokens), self.blocks_per_chunk
         return range(blocks.start // size, -(-blocks.stop // size))
 
@@ -206,8 +206,8 @@ class Coverage:
 
 
 def check_coverages(coverages: Sequence[Coverage]) -> None:
-    """Raise `ValueError` for coverages that the planner does not serve together: none at all,
-    cumulative ones behind others, or with chunks of different lengths."""
+    """Raise `ValueError` for coverages that the planner cannot serve together: an empty sequence,
+    cumulative ones after others, or chunks of different lengths."""
     kinds = [coverage.kind for coverage in coverages]
     if not kinds or sorted(kinds, key=lambda kind: not kind.is_cumulative) != kinds:
         raise ValueError(

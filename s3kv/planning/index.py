@@ -1,19 +1,19 @@
-"""Bucket index: our beliefs about what the bucket holds, kept without asking it.
+"""Bucket index: a record of the chunks that the bucket has or lacks, kept without requests to it.
 
-There are two verdicts, both hints. *Present* (we put the chunk there, or fetched it) saves an
-upload and opens the whole fetch window at once. *Absent* (a GET said 404) saves asking again for a
+There are two verdicts, both hints. *Present* (s3kv uploaded or fetched the chunk) saves an upload
+and opens the whole fetch window at once. *Absent* (a GET returned 404) saves further requests for a
 while. A wrong hint costs one request or one recomputed chunk, never wrong data, because the object
-of a GET is verified against the full hash. So eight bytes of the hash are enough here, which keeps
-a known chunk under 120 bytes.
+of a GET is verified against the full hash. Eight bytes of the hash are therefore enough here, and a
+known chunk takes less than 120 bytes.
 
-The bucket sees no use of a chunk that is served above it, and may have deleted the chunk meanwhile.
-So "present" is good until a time that comes with it. The first use after that puts the chunk on a
-list of those that the bucket is asked about.
+Uses of a chunk in the tiers above do not reach the bucket, which may delete the chunk meanwhile. A
+present verdict therefore has an expiry time. The first use after that time puts the chunk on `due`,
+the list of chunks to check in the bucket.
 
-A verdict is on the bucket alone. An end without the bucket (`JobEnd.near`) is none: an absence on
-this host counts for nothing. What is there is a copy of what the bucket had. So it counts as
-present until `JobEnd.fresh_s`, unless the bucket is known to have it. The first use after that asks
-the bucket, and what the bucket has lost is uploaded again.
+A verdict is about the bucket alone. An end without the bucket (`JobEnd.near`) gives none: an
+absence on this host has no effect. A chunk found there is a copy of one that the bucket had. It
+counts as present until `JobEnd.fresh_s`, unless it already has a present verdict. The first use
+after that checks the bucket, and a chunk that the bucket has lost is uploaded again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import math
 from s3kv.types import ChunkKey
 
 ASK_AGAIN_S = 60.0
-"""Time until the bucket is asked again about a chunk in use, if it has not answered."""
+"""Time after which a chunk in use is checked again, if the bucket has not answered."""
 _USES_AT_ONCE = 4
-"""Most entries of `BucketIndex.due`. Further uses count when they recur."""
+"""Maximum length of `BucketIndex.due`. A further use counts only when it recurs."""
 _PREFIX_BYTES = 8
 
 
 class BucketIndex:
     """Verdicts on chunks. Scheduler process, one thread.
 
-    Verdicts are kept in two generations, present ones of at most `capacity / 2` each and absent
-    ones of half of that. When the young one is full, it becomes the old one, and the previous old
-    one is forgotten. A present verdict that is out of date still counts, but no longer as knowledge
-    (`verdict`). An absent one expires after `miss_ttl_s`, and a generation with its first verdict.
-    Raises `ValueError` for a capacity below 4. A full index of the default one takes 300 MB.
+    Verdicts are kept in two generations, each with at most `capacity / 2` present ones and half as
+    many absent ones. A full young generation becomes the old one, and the previous old one is
+    forgotten. An expired present verdict still counts for `is_present`, but not for `verdict`. An
+    absent one expires after `miss_ttl_s`, and its generation with its first verdict. Raises
+    `ValueError` for a capacity below 4. A full index of the default capacity takes 300 MB.
     """
 
     __slots__ = (
@@ -51,14 +51,14 @@ class BucketIndex:
         self._miss_ttl_s = miss_ttl_s
         self._young: dict[bytes, float] = {}
         self._old: dict[bytes, float] = {}
-        """The times until which present verdicts are good."""
+        """Expiry times of present verdicts."""
         self._absent_young: dict[bytes, float] = {}
         self._absent_old: dict[bytes, float] = {}
-        """The times until which absent verdicts are good."""
+        """Expiry times of absent verdicts."""
         self._expires_s = math.inf
         """The first of these times in the young generation."""
         self.due: list[ChunkKey] = []
-        """Chunks in use whose present verdict is out of date. The caller takes them."""
+        """Chunks in use whose present verdict has expired. The caller takes them."""
 
     def __len__(self) -> int:
         return sum(map(len, (self._young, self._old, self._absent_young, self._absent_old)))
@@ -76,19 +76,19 @@ class BucketIndex:
         self._young[prefix] = until_s
 
     def use(self, key: ChunkKey, now_s: float) -> None:
-        """Note that the chunk is served from above the bucket. If the bucket holds it, as far as
-        is known, and the verdict is out of date, the chunk becomes `due`."""
+        """Record a use of the chunk in a tier above the bucket. If its present verdict has expired,
+        the chunk becomes `due`."""
         if self._until_s(_short(key)) <= now_s and len(self.due) < _USES_AT_ONCE:
             self.note_present(key, now_s + ASK_AGAIN_S)
             self.due.append(key)
 
     def _until_s(self, prefix: bytes) -> float:
-        """The time until which the chunk is known to be present; infinity also if it is not."""
+        """Expiry time of the chunk's present verdict; infinity if it has none."""
         until_s = self._young.get(prefix)
         return self._old.get(prefix, math.inf) if until_s is None else until_s
 
     def note_absent(self, key: ChunkKey, now_s: float) -> None:
-        """Note that the bucket said at `now_s` that it has no such chunk."""
+        """Record that the bucket answered at `now_s` that it has no such chunk."""
         prefix = _short(key)
         self._young.pop(prefix, None)
         self._old.pop(prefix, None)

@@ -13,10 +13,10 @@ from s3kv.planning.pace import FetchPace
 from s3kv.types import ChunkKey
 
 _SMOOTHING = 0.2
-"""Weight of a new speed sample: after a change, about five samples suffice."""
+"""Weight of a new speed sample: the average follows a change after about five samples."""
 _WIDEST = 8
 """Assumed limit on the width of an encoder's output until the first one has been seen, in widths of
-the model's embeddings: some models put the features of several layers side by side."""
+the model's embeddings: some models concatenate the features of several layers."""
 
 
 class Wanted(NamedTuple):
@@ -40,7 +40,7 @@ class ItemSizes:
         self._width = width
         self._most = most
         self._widths: dict[str, int] = {}
-        """Of the encoder's output, by modality, once it is known."""
+        """Widths of the encoder's output, by modality, once known."""
 
     def room(self, wanted: Wanted) -> int | None:
         """Largest possible length of its object, in bytes; None if it is certainly too long."""
@@ -62,13 +62,13 @@ class ItemSizes:
         return width
 
     def arrived(self, wanted: Wanted, nbytes: int) -> None:
-        """Learn the width of the item's modality from the length of its verified object."""
+        """Derive the width of the item's modality from the length of its verified object."""
         self._widths.setdefault(wanted.modality, self.width(wanted, nbytes))
 
 
 class EncodingPace(FetchPace):
-    """Speeds of one engine. The time of an item's fetch goes by the bytes that arrive until then.
-    encode_rows_per_s: value assumed before the first measurement."""
+    """Speeds of one engine. The time of an item's fetch depends on the bytes that arrive up to its
+    end. encode_rows_per_s: value assumed before the first measurement."""
 
     def __init__(self, *, encode_rows_per_s: float) -> None:
         super().__init__()

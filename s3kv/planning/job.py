@@ -13,8 +13,8 @@ from s3kv.types import ChunkKey, ItemShape, Outcome
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job under way. reports_left: reports still to come, by kind of end: a save ends as SAVE and
-    as UPLOAD, any other job as its kind."""
+    """A job under way. reports_left: outstanding reports, by kind of end: a save ends as SAVE and
+    as UPLOAD, any other job as its own kind."""
 
     job_id: int
     kind: JobKind
@@ -39,19 +39,19 @@ class Job:
     near: bool = False
     """`BucketJob.near`."""
     asked_bucket: bool = False
-    """Whether it ended on any rank with sources beyond this host; see `JobEnd.near`."""
+    """Whether any rank asked a source beyond this host; see `JobEnd.near`."""
     outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
     waiters: list[Any] = field(default_factory=list)
     """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
     about: Any = None
     """The caller's note. Opaque to the ledger."""
     is_computed: bool = False
-    """The key of this fetch was computed meanwhile, and not saved, because the bucket was believed
-    to hold it."""
+    """Whether the key of this fetch was computed meanwhile and not saved, because the index had it
+    as present."""
 
     @property
     def entry(self) -> Entry:
-        """`held` of a job that is no use."""
+        """`held` of any job but a use."""
         assert self.held is not None
         return self.held
 
@@ -60,17 +60,17 @@ class Job:
         return self.kind is JobKind.FETCH
 
     def for_bucket(self, item: ItemShape | None = None) -> BucketJob:
-        """The message that has the I/O process carry it out; of a save, the upload after it."""
+        """The message that makes the I/O process run the job; for a save, its upload."""
         kind = JobKind.UPLOAD if self.kind is JobKind.SAVE else self.kind
         slot = self.held.number if self.held is not None else 0
         return BucketJob(self.job_id, kind, self.key, slot, item, self.near)
 
     def for_copies(self) -> SaveJob:
-        """The message that has the ranks carry out a save."""
+        """The message that makes the ranks run a save."""
         return SaveJob(self.job_id, self.key, self.entry.number, self.block_ids)
 
     def take(self, end: JobEnd) -> bool:
-        """Take in its end on some ranks. Returns whether all ranks have reported this kind."""
+        """Record its end on some ranks. Returns whether all ranks have reported that kind."""
         left = self.reports_left[end.kind] - end.ranks
         assert left >= 0, f"job {end.job_id} ended more often than there are ranks"
         self.reports_left[end.kind] = left

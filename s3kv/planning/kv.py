@@ -5,7 +5,7 @@ call costs a few dictionary reads. It owns all slots, jobs and requests, and tou
 nor the network. Times are seconds of one monotonic clock, passed in.
 
 It offers tokens to the engine only if every rank holds the chunks that each KV-cache group needs
-for them, verified and in host memory, and keeps these leased until the load or the request's end.
+for them, verified and in host memory. It keeps these leased until the load or the request ends.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from s3kv.types import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlannerSettings:
-    """Planner settings. hash_tokens: divides a chunk. recompute_gate: computing may end a wait."""
+    """Settings. hash_tokens: tokens per hash; divides a chunk. recompute_gate: `WaitFacts.gate`."""
 
     coverages: tuple[Coverage, ...]
-    """Cumulative ones, then all others. Together they have every KV-cache group of the engine as a
-    member, because a block of one may become a block of another."""
+    """Cumulative ones first. Together they have every KV-cache group of the engine as a member,
+    because a block of one group may be reused for another."""
     hash_tokens: int
     max_wait_s: float
     probe_chunks: int = PROBE_CHUNKS
@@ -104,11 +104,11 @@ class KVPlanner:
         )
 
     def request(self, request_id: str) -> PlannedRequest:
-        """The record of a living request; for reading only."""
+        """The record of a live request; for reading only."""
         return self._requests[request_id]
 
     def restrict(self, request_id: str, limits: RequestLimits) -> None:
-        """Replace the limits of a request. One on saves stays, because it covers what follows."""
+        """Replace a request's limits. A limit on saves is never raised: it covers later tokens."""
         request = self._requests[request_id]
         saved = [x for x in (request.limits.save_tokens, limits.save_tokens) if x is not None]
         request.limits = RequestLimits(min(saved, default=None), limits.load_tokens)
@@ -138,11 +138,11 @@ class KVPlanner:
         if room > 0 and self._settings.may_load and not request.saving.is_barred:
             request.arrange(local_tokens, tokens)
             self._collect(request, now_s, min(room, KNOWN_WINDOW_CHUNKS))
-            # The rest waits for its first lookup.
+            # The request's first lookup orders the rest.
             self._unfinished.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that is over or aborted. Its load, if one runs, keeps its chunks."""
+        """Forget a request that has ended or was aborted. A running load keeps its chunks."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -165,9 +165,8 @@ class KVPlanner:
         reads: bool = True,
     ) -> Answer:
         """Look up the tokens to load after the `local_tokens` in the engine's own cache. Without
-        `reads` the answer is none: the request has to be computed. tokens: all that the request
-        has; with a window, the answer stays below them, because the engine computes the last one
-        again.
+        `reads` the answer is `NOTHING`: the request must be computed. tokens: the request's total;
+        with a window, the answer stays below it, because the engine recomputes the last token.
 
         May be called any number of times. Missing chunks are requested from the bucket; the request
         waits for them only while the wait is expected to pay (see `deadline`).
@@ -242,8 +241,8 @@ class KVPlanner:
     def admitted(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """Place the request in `block_ids` (per KV-cache group of the engine). The engine accepts
-        `external_tokens` of the offer."""
+        """Record that the engine has placed the request in `block_ids` (per KV-cache group of the
+        engine) and accepts `external_tokens` of the offer."""
         request = self._requests[request_id]
         if external_tokens == 0:
             if request.state is not RequestState.LOADING:
@@ -278,7 +277,7 @@ class KVPlanner:
         return self._requests[request_id].bucket_tokens(external_tokens)
 
     def loaded(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """Take in the end of these requests' loads on all ranks. `failed`: those that failed."""
+        """Process the end of these requests' loads on all ranks. failed: those that failed."""
         for request_id in request_ids:
             request = self._orphans.pop(request_id, None) or self._requests.get(request_id)
             if request is None or request.state is not RequestState.LOADING:
@@ -286,7 +285,7 @@ class KVPlanner:
             request.step(RequestEvent.LOADED)
             request.close()
             if request_id in failed:
-                # The engine asks again in the same pass, and must get a miss.
+                # The engine repeats the lookup in the same pass, and must get a miss.
                 request.saving.is_barred = True
                 self.counters["loads_failed"] += 1
 
@@ -297,8 +296,8 @@ class KVPlanner:
         written: Collection[int] = (),
         copied: frozenset[int] = frozenset(),
     ) -> StepPlan:
-        """The instructions for this step. Called once per step, after all lookups. written: blocks
-        that the engine writes to, beside those of `scheduled`. copied: those that it copies to."""
+        """The instructions for this step. Called once per step, after all lookups. written: further
+        blocks that the engine writes to, beyond `scheduled`. copied: blocks that it copies to."""
         fences = self._fences | self.ledger.fences(written) if written else self._fences
         self._fences = set()
         if self._looked_up:
@@ -336,8 +335,8 @@ class KVPlanner:
         )
 
     def _doubt_loads(self, scheduled: Iterable[ScheduledRequest], copied: frozenset[int]) -> None:
-        """Save nothing that another connector loads during the step, for any request. A hit that
-        ends within a block, which is copied, is no load, and doubtful only if others are."""
+        """Bar saves of everything that another connector loads during the step, for all requests. A
+        hit that ends within a block is a copy and no load: doubtful only if other blocks are."""
         looked_up, self._looked_up = self._looked_up, {}
         beyond, doubts = [], False
         for step in scheduled:
@@ -361,7 +360,7 @@ class KVPlanner:
         return tuple(job_id for job_id in overdue if job_id not in awaited)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
-        """Take in a report of the ranks, uses first: a fetch in it may have been answered later."""
+        """Process a report of the ranks, uses first: a fetch in it may have the newer answer."""
         for end in sorted(report.ends.values(), key=lambda end: end.kind is not JobKind.USE):
             job = self.ledger.on_end(end, now_s)
             if job is not None and end.kind is JobKind.FETCH:
@@ -386,7 +385,7 @@ class KVPlanner:
     def reset(self, salt: bytes) -> None:
         """Make everything cached so far unreachable, here and in the bucket: from now on chunk
         hashes are derived with `salt`, which must be unique. Requests in the engine may hold KV
-        from before the reset, so they neither load nor save any more."""
+        from before the reset, so they no longer load or save."""
         self._salt = salt
         self.ledger.index.forget()
         self.bar(self._requests)

@@ -9,22 +9,22 @@
     CLEAN ──used, and gone from the bucket──▶ CLEAN, unsaved and hit
 
 KV-cache chunks, encoder outputs, and the library's blocks all follow these rules. The table holds
-the states, and refuses a change that is not an arrow (`host.table.TRANSITIONS`).
-COPYING and FETCHING are its RESERVED; the job that fills the place tells them apart.
+the states, and rejects a change that is not an arrow (`host.table.TRANSITIONS`). COPYING and
+FETCHING are both RESERVED there; the job that fills the place distinguishes them.
 
 These rules make it safe:
 - A place belongs to one entry from the plan that reserves it until every rank has reported every
-  end of the job. Only after that is its memory untouched.
+  end of the job. Until then, jobs may still read or write its memory.
 - An entry is usable only in DIRTY and CLEAN, which every rank has confirmed.
-- A key on its way is not requested again: a request for it joins the job's waiters.
-- While the breaker is open, nothing is fetched but from this host's disk, if it has one. An end
-  without the bucket says nothing about the bucket.
-- A key that is computed while it is being fetched is saved beside the fetch, which then fills a
-  place without a key and ends for nothing. So no answer of the bucket decides whether it is kept.
+- A key that is being fetched is not requested again: a request for it joins the job's waiters.
+- While the breaker is open, fetches read only this host's disk, if it has one. An end without the
+  bucket carries no information about the bucket.
+- A key that is computed during its fetch is saved beside the fetch, which then fills a place
+  without a key and is discarded. The bucket's answer thus does not decide whether it is kept.
 - Unsaved entries (`planning.uploads`) may be evicted, so an outage does not fill host memory with
   data that cannot be uploaded. An upload that can never work is given up at once, for good.
 
-Used from one thread. Time comes in as an argument (seconds, monotonic).
+Used from one thread. Times are arguments (seconds, monotonic).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome, Tally
 
 _AGAIN_PER_STEP = 32
-"""Most given-up uploads that are planned again in a step. Each takes the engine's thread 5 µs."""
+"""Maximum number of given-up uploads planned again per step; 5 µs of the engine's thread each."""
 
 
 class ChunkState(enum.Enum):
@@ -88,7 +88,7 @@ class Ledger:
         self.saves_inflight = 0
         """Number of entries between their planned save and the bucket's answer."""
         self.uses_inflight = 0
-        """Number of uses that the bucket is asked about, beside the key's job if it has one."""
+        """Number of uses being checked in the bucket. A key may have another job as well."""
         self._retries = UploadRetries()
 
     def state(self, key: ChunkKey) -> ChunkState:
@@ -129,9 +129,9 @@ class Ledger:
     def refusal(
         self, key: ChunkKey, now_s: float, *, known: bool = False
     ) -> Literal["absent", "breaker"] | None:
-        """The reason not to fetch `key` now, which is counted; None if it may be fetched. absent:
-        the bucket recently answered that it has no such object. known: whether the index has just
-        said that the bucket holds it."""
+        """The reason not to fetch `key` now, which is also counted; None if it may be fetched.
+        absent: the bucket recently answered that it has no such object. known: whether the caller
+        has just found the key present in the index."""
         if not known and self.index.is_absent(key, now_s):
             self.counters["fetches_spared"] += 1
             return "absent"
@@ -141,7 +141,7 @@ class Ledger:
         return None
 
     def plan_fetch(self, key: ChunkKey, now_s: float, nbytes: int | None = None) -> Job | None:
-        """Plan the fetch of an absent key, unless `refusal` has a reason not to. nbytes: largest
+        """Plan the fetch of an absent key for which `refusal` has returned None. nbytes: largest
         length of the object, if the length is known only at the end. Returns None, and changes
         nothing, if there is no room."""
         entry = self._reserve(key, nbytes, replace=False)
@@ -188,7 +188,7 @@ class Ledger:
         return reservation.entry
 
     def plan_due(self, now_s: float, *, max_saves_inflight: int = _AGAIN_PER_STEP) -> list[Job]:
-        """Plan the uploads whose next attempt is due, and the questions about used objects that the
+        """Plan the uploads whose next attempt is due, and the checks of used objects that the
         bucket may have deleted (`index.use`). While fewer than `max_saves_inflight` saves are under
         way, also plan one last upload of entries that were hit after their upload was given up."""
         jobs = []
@@ -218,7 +218,7 @@ class Ledger:
         return job
 
     def on_end(self, end: JobEnd, now_s: float) -> Job | None:
-        """Take in a job's end on some ranks. Returns the job if all ranks are done, else None."""
+        """Process a job's end on some ranks. Returns the job if all ranks are done, else None."""
         job = self._jobs[end.job_id]
         if job.take(end) and end.kind is JobKind.SAVE:
             self._copied(job)
@@ -261,7 +261,7 @@ class Ledger:
             self.unsaved.drop(job.key)
             return
         if is_replaced:
-            return  # The save's end decides what is known of the key.
+            return  # The save's end decides the verdict on the key.
         if job.asked_bucket and outcome in (Outcome.MISSING, Outcome.CORRUPT):
             if job.is_computed:
                 self.counters["saves_dropped"] += 1
@@ -270,7 +270,7 @@ class Ledger:
         self._note(job.key, Residency.NOTHING)
 
     def _asked(self, job: Job, now_s: float) -> None:
-        """Take in the answer to a use. The verdict may have changed since the question."""
+        """Process the answer to a use. The verdict may have changed since the job was planned."""
         self.uses_inflight -= 1
         outcome = job.outcomes[JobKind.USE]
         if outcome.is_success and self.index.is_present(job.key):
@@ -322,7 +322,7 @@ class Ledger:
 
     def _note(self, key: ChunkKey, residency: Residency) -> None:
         if self.residency is not None:
-            # Readers count: the bucket's last announcement is withdrawn before the next one.
+            # Readers count entries: the bucket's last one is withdrawn before the next.
             if residency is Residency.BUCKET_STORED and self.index.is_present(key):
                 self.residency.append(Change(key, Residency.BUCKET_REMOVED))
             self.residency.append(Change(key, residency))

@@ -1,7 +1,7 @@
-"""Lookups of a request, one in each coverage: their contract, and the chunks that each claims.
+"""Lookups of a request, one per coverage: their contract, and the chunks that each holds.
 
-A lookup leases resident chunks and requests the others. The GET is the probe. A fetch under way for
-another request is joined; no chunk is requested twice.
+A lookup leases resident chunks and requests the others. The GET itself shows whether a chunk
+exists. A fetch under way for another request is joined; no chunk is requested twice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from s3kv.types import ChunkKey
 
 ORDERS_PER_LOOKUP = 32
 """Most fetches ordered in one lookup; the rest follow in the next steps. An order takes 3 to 5 µs
-of the engine's scheduling thread. On arrival a request's whole window is ordered: otherwise the
-network would idle for engine steps, which may take hundreds of ms."""
+of the engine's scheduling thread. When a request arrives, its whole window is ordered at once:
+otherwise the network would idle during engine steps, which may take hundreds of ms."""
 
 
 def salted(block_hash: bytes, salt: bytes) -> bytes:
-    """The hash under which a block or item is kept. salt: of the last reset; empty: none yet."""
+    """The hash under which a block or item is kept. salt: the last reset's; empty before any."""
     return blake2b(block_hash, key=salt, digest_size=32).digest() if salt else block_hash
 
 
@@ -44,8 +44,8 @@ class ChunkHashes:
     known: list[bytes] = field(default_factory=list)
     """Hashes as of the last `read`."""
     resumable: int | None = None
-    """Number of chunks that end before the request's last token; None if the caller does not tell
-    how many tokens it has."""
+    """Number of chunks that end before the request's last token; None if the caller does not give
+    its number of tokens."""
     limit: int | None = None
     """Number of chunks from the start that may be loaded; None: all."""
 
@@ -84,16 +84,16 @@ class Lookup(ABC):
     Same process, thread and clock as the planner. Positions and lengths are numbers of chunks, from
     the start of the prompt.
 
-    Every call of `collect` leases resident chunks and requests missing ones, so that the request
-    can resume after `ready` chunks as soon as possible, and after as many as possible, up to
-    `limit`. A request that cannot resume after `ready` chunks finds fewer of them in the next call,
-    whose `aim` is `ready`. The end of every fetch that it has ordered or joined comes to
-    `fetch_ended`. After `stop` it requests nothing, and waits for nothing, until it is reopened.
+    Every call of `collect` leases resident chunks and requests missing ones, to let the request
+    resume after `ready` chunks: as soon as possible, and after as many as possible, up to `limit`.
+    If a resume after `ready` chunks turns out to be impossible, the next call, with that number as
+    its `aim`, finds fewer. `fetch_ended` receives the end of every fetch that it has ordered or
+    joined. After `stop` it requests and awaits nothing until it is reopened.
 
-    planned: the fetches for this step's plan, one list for all lookups. window: chunks that may be
-    requested at a time without being known. aim: chunks that may be resumed after, as of the last
-    `collect`. Chunks `first … ready` are resident, and leased until the engine decides. asked: the
-    chunks before it need not be requested.
+    planned: fetches for this step's plan, one list for all lookups. window: number of chunks not
+    known to exist that may be requested at a time. aim: number of chunks that a resume may use, as
+    of the last `collect`. Chunks `first … ready` are resident, and leased until the engine decides.
+    asked: position before which no chunk has to be requested.
     """
 
     request_id: str
@@ -126,17 +126,17 @@ class Lookup(ABC):
     @property
     @abstractmethod
     def waits(self) -> bool:
-        """Whether a chunk is on its way that the length needs next, or that makes it longer."""
+        """Whether a chunk in flight would extend `ready`."""
 
     @property
     @abstractmethod
     def limit(self) -> int:
-        """Length that may yet be resumed at."""
+        """Largest length at which a resume may still become possible."""
 
     @property
     @abstractmethod
     def secured(self) -> int:
-        """Length that need not be computed, whatever comes of the chunks on their way."""
+        """Length that need not be computed, even if no chunk in flight arrives."""
 
     @property
     def unproven(self) -> int:
@@ -146,7 +146,7 @@ class Lookup(ABC):
 
     @property
     def unasked(self) -> int:
-        """Number of chunks that it has yet to request, if they are expected to be there."""
+        """Number of chunks that it has yet to request and that are expected to exist."""
         return 0
 
     @property
@@ -157,7 +157,7 @@ class Lookup(ABC):
     @property
     @abstractmethod
     def looks_ahead(self) -> bool:
-        """Whether to request what a resume needs while its length is not known for sure."""
+        """Whether to request the chunks of a resume before its length is certain."""
 
     @abstractmethod
     def awaits(self, position: int) -> bool:
@@ -165,19 +165,19 @@ class Lookup(ABC):
 
     @abstractmethod
     def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
-        """Lease resident chunks, and order at most `orders` fetches. local_tokens: in the engine's
-        own cache. aim: length to resume at, at most; None: all that may be loaded."""
+        """Lease resident chunks, and order at most `orders` fetches. local_tokens: tokens in the
+        engine's own cache. aim: largest length to resume at; None: all that may be loaded."""
 
     @abstractmethod
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
-        """Take in the end of a fetch that this lookup has ordered or joined."""
+        """Process the end of a fetch that this lookup has ordered or joined."""
 
     @abstractmethod
     def stop(self) -> None:
         """Make `ready` final."""
 
     def reopen(self) -> None:
-        """Start over: the engine asks again for a partly computed request."""
+        """Start over: the engine looks up a partly computed request again."""
         self.is_open = True
         self.fetched.clear()
 

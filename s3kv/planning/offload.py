@@ -1,23 +1,23 @@
 """Planner of the tier below vLLM's primary tier: decides on lookups, fetches and uploads of rows.
 
-vLLM owns the primary tier, and gives a row to every key that a lookup answers HIT. So the fetch
-itself finds whether the bucket has the chunk:
+vLLM owns the primary tier, and allocates a row for every key whose lookup returns HIT. The fetch
+itself then finds out whether the bucket has the chunk:
 
     lookup ──HIT──▶ row allocated ──load──▶ FETCHING ──arrived──▶ the key succeeds
        │                                       └──absent, bad, failed, given up──▶ the key fails
        ├──RETRY──▶ asked again in the next pass, until the request's deadline
        └──MISS: the rest of the prompt is computed, unless a RETRY came before in the same scan
 
-A key that failed, and every key after the deadline (`deadline.decide`), is a MISS for the rest of
-the request, once no fetch of it is under way: vLLM stores no computed chunk whose row awaits one.
-So no request waits without an end, nor asks twice for the same absent chunk.
+Once a request has no fetch under way, a key that failed, and every key after the deadline
+(`deadline.decide`), is a MISS for the rest of it: vLLM stores no computed chunk whose row awaits a
+fetch. No request therefore waits forever, or fetches the same absent chunk twice.
 
 - Chunks that the bucket may not have (probes) take few rows: a window per request, which doubles
-  with every arrival, and a share of all rows. Groups are probed in turn: the first proves the rest.
-- Requests hold the rows that they were promised until they are scheduled. A request for which there
-  are no rows left waits for others; one that alone needs too many gets the rest as a MISS. No key
-  is promised twice, because vLLM may give the row of a chunk that has arrived to the next one.
-- Uploads pin rows, too: beyond a share of them, and while the store keeps failing, they are shed.
+  with every arrival, and a fraction of all rows. Groups are probed in turn: hits prove the rest.
+- Requests hold the rows promised to them until they are scheduled. A request that finds no row left
+  waits for other requests; one that needs too many by itself gets a MISS for the rest. No key is
+  promised twice, because vLLM may reuse the row of a chunk that has arrived.
+- Uploads also pin rows: they are dropped beyond a fraction of the rows, and while the store fails.
 
 One caller at a time; times are seconds of one monotonic clock.
 """
@@ -39,14 +39,14 @@ from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
-_FIRST_WINDOW, _LARGEST_WINDOW = 64, 256  # of a request; the first as the connector's (decision 8)
-_PROBE_SHARE = 8  # all probes take at most one row in so many, a first window half as many
-_SPARE_SHARE = 8  # one row in so many is never promised: vLLM needs some for the computed chunks
-_UPLOAD_SHARE = 4  # uploads pin at most one row in so many, because vLLM cannot evict pinned rows
+_FIRST_WINDOW, _LARGEST_WINDOW = 64, 256  # per request; the first as in the connector (decision 8)
+_PROBE_SHARE = 8  # all probes take at most 1/8 of the rows, a first window half of that
+_SPARE_SHARE = 8  # 1/8 of the rows is never promised: vLLM needs some for computed chunks
+_UPLOAD_SHARE = 4  # uploads pin at most 1/4 of the rows, because vLLM cannot evict pinned rows
 
 
 class OffloadAnswer(enum.Enum):
-    """Answer to a lookup, as `LookupResult` of vLLM's."""
+    """Answer to a lookup, as vLLM's `LookupResult`."""
 
     HIT = "hit"
     RETRY = "retry"
@@ -55,13 +55,13 @@ class OffloadAnswer(enum.Enum):
 
 @dataclass(slots=True)
 class _OffloadRequest:
-    """A request. promised: keys answered HIT since it was last scheduled; new: those of this pass,
-    without a job yet. fetching: its fetches, by key. probes: unknown keys among both. found: hashes
-    of which some group's chunk arrived. lost: keys that failed. behind: keys that it has yet to be
-    promised, as of its last whole scan. stop: group and end token of the RETRY of this pass that
-    ends its scan. is_closed: it waits no more. is_barred: nor saves. first: least end token of a
-    lookup, or of what it has yet to compute. computed: keys from there on that were stored in this
-    pass, and when. computing_s, computing_step: when its prefill was last measured."""
+    """A request. promised: keys answered HIT since it was last scheduled; new: those of this pass
+    that have no job yet. fetching: its fetches, by key. probes: unknown keys in new and fetching.
+    found: hashes for which some group's chunk arrived. lost: keys that failed. behind: keys not yet
+    promised to it, as of its last whole scan. stop: group and end token of the RETRY that ends its
+    scan in this pass. is_closed: it no longer waits. is_barred: it no longer saves. first: smallest
+    end token of a lookup, or of its chunks not yet computed. computed: keys from `first` that were
+    stored in this pass, with times. computing_s, computing_step: start of its next measurement."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -114,17 +114,17 @@ class OffloadPlanner:
         self._most_uploads = max(1, rows // _UPLOAD_SHARE)
         self._requests: dict[str, _OffloadRequest] = {}
         self.retries: dict[str, int] = {}
-        """RETRY answers of this pass, by request, which gets no others; callers may count them."""
+        """RETRY counts of this pass by request, whose later answers are RETRY; callers add them."""
         self._active: dict[str, _OffloadRequest] = {}  # with a lookup in this pass, or a fetch
         self._promised = self._probes = 0  # sums over all requests
         self.is_idle = False  # whether all requests waited for rows at the end of the last pass
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
-        self._slow: dict[ChunkKey, float] = {}  # given up, until when: nobody begins to wait for it
-        self._compute_s = math.inf  # of a chunk, until it is measured: patience alone counts
+        self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then
+        self._compute_s = math.inf  # per chunk; until it is measured, only patience counts
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
-        """Note a new request. limits: one on loads is vLLM's to keep, unless it is 0."""
+        """Add a new request. limits: vLLM enforces a limit on loads, unless it is 0."""
         self._requests[request_id] = _OffloadRequest(limits, window=self._first_window)
 
     def finish(self, request_id: str) -> None:
@@ -137,7 +137,7 @@ class OffloadPlanner:
             self._probes -= request.probes
 
     def reset(self) -> None:
-        """Forget the bucket. Live requests neither load nor save any more: they may have old KV."""
+        """Forget all verdicts. Live requests no longer load or save: they may have old KV."""
         self.index.forget()
         self._uses.clear()
         self.transfers.cancel_loads(math.inf)
@@ -160,7 +160,7 @@ class OffloadPlanner:
             return OffloadAnswer.HIT
         if self._slow.get(key, 0.0) > now_s:
             return self._refuse("deadline_cuts")
-        if key in request.promised:  # its row was given to somebody else meanwhile
+        if key in request.promised:  # its row was reused meanwhile
             return self._refuse("fetches_without_room")
         self._active[request_id] = request
         is_probe = not (self.index.is_present(key) or key.block_hash in request.found)
@@ -210,7 +210,7 @@ class OffloadPlanner:
         waiting = 0
         for request_id, request in tuple(self._active.items()):
             self._measure(request)
-            if request.new:  # vLLM had no row for these, and has answered MISS in our place
+            if request.new:  # vLLM had no rows for these, and treats them as MISS
                 self._give_up_new(request)
             retries = self.retries.pop(request_id, 0)
             if request.stop:
@@ -221,7 +221,7 @@ class OffloadPlanner:
             waiting += bool(retries or request.fetching)
             if not request.fetching:
                 del self._active[request_id]
-                if request.computing_step and not retries:  # it resumes, and vLLM may not say so
+                if request.computing_step and not retries:  # it resumes, which vLLM may not report
                     self._release(request)
         self._step, self.is_idle = self._step + 1, 0 < waiting == len(self._requests)
         while self._slow and next(iter(self._slow.values())) <= now_s:
@@ -229,7 +229,7 @@ class OffloadPlanner:
         for begun in filter(None, map(self._requests.get, scheduled)):
             self._release(begun)
             begun.computing_s, begun.computing_step, begun.behind = now_s, self._step, 0
-        # Of requests that have ended: others may wait for their rows, which only an end gives back.
+        # Loads of ended requests: others may wait for their rows, which only an end frees.
         self.transfers.cancel_loads(now_s - self._max_wait_s, but_of=self._requests)
 
     def _give_up_new(self, request: _OffloadRequest) -> None:
@@ -292,7 +292,7 @@ class OffloadPlanner:
     def store(
         self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
     ) -> list[BucketJob]:
-        """Begin vLLM's store of keys, each from its row. Returns the uploads that it takes."""
+        """Begin vLLM's store of keys, each from its row. Returns the uploads that it needs."""
         transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=False)
         request = self._requests.get(request_id)
         if request is not None and request.is_barred:
@@ -325,34 +325,34 @@ class OffloadPlanner:
             self._names[key.chunk] = key.name
 
     def uses(self) -> list[BucketJob]:
-        """The questions about chunks in use that the bucket may have deleted."""
+        """The checks of used chunks that the bucket may have deleted."""
         due, self.index.due = self.index.due, []
         jobs = [BucketJob(self.transfers.new_id(), JobKind.USE, key) for key in due]
         self._uses.update((job.job_id, RowKey(self._names.pop(job.key), job.key)) for job in jobs)
         return jobs
 
     def _measure(self, request: _OffloadRequest) -> None:
-        """Measure the speed of prefill by the chunks that a request has computed since the last
-        ones, or since it was scheduled. vLLM may store those of one step in several transfers.
-        Decoding takes a step for every token, so it is told apart by the tokens per step."""
+        """Measure prefill speed by the chunks that a request has computed since the last ones, or
+        since it was scheduled. vLLM may store the chunks of one step in several transfers. Decoding
+        takes one step per token: the tokens per step distinguish it from prefill."""
         if not (computed := request.computed):
             return
         now_s = max(computed.values())
         tokens = self._chunk_tokens * max(Counter(key.chunk.group for key in computed).values())
         steps, seconds = self._step - request.computing_step, now_s - request.computing_s
-        # With a hole in what has arrived, the engine computes chunks that are not stored again.
+        # With a gap in the arrivals, the engine also computes chunks that are not stored again.
         is_whole = not (request.is_closed or (request.lost and request.found))
         is_prefill = tokens >= steps * MIN_PREFILL_SAMPLE_TOKENS
         if request.computing_step and seconds > 0 and is_whole and is_prefill:
             self.pace.prefilled(tokens, seconds)
             self._compute_s = self.pace.compute_s(self._chunk_tokens)
-        # One that resumes offers again what the primary tier has lost, and computes none of it.
+        # A resumed request also stores chunks that the primary tier lost: it does not compute them.
         request.first = 1 + max(key.end_token or 0 for key in computed)
         computed.clear()
         request.computing_s, request.computing_step = now_s, self._step
 
     def on_end(self, end: JobEnd, now_s: float) -> None:
-        """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
+        """Process the end of a job. Nothing reads or writes its row on its behalf any more."""
         if end.kind is JobKind.USE:
             if (used := self._uses.pop(end.job_id, None)) is not None:  # else before a reset
                 self._learn(used, end, now_s)
@@ -390,7 +390,7 @@ class OffloadPlanner:
         request.promised.discard(key)
 
     def _learn(self, key: RowKey, end: JobEnd, now_s: float) -> None:
-        """Note the bucket's answer, if it is one, in the index and among the changes."""
+        """Record the bucket's answer, if there is one, in the index and in `changes`."""
         was_there = self.index.is_present(key.chunk)
         if end.outcome.is_success and not (end.near and was_there):
             self.index.note_present(key.chunk, now_s + end.fresh_s)

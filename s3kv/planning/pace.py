@@ -10,7 +10,7 @@ from s3kv.planning.deadline import Forecast
 from s3kv.types import Outcome
 
 _BUCKET = "bucket"
-"""Its name as a source, also of an end that names none."""
+"""Name of the bucket as a source, also assumed for an end without a source."""
 
 _SMOOTHING = 0.2
 """Weight of a new fetch in the estimate."""
@@ -22,8 +22,8 @@ MIN_PREFILL_SAMPLE_TOKENS = 64
 """Steps with fewer tokens are decode-bound and say nothing about prefill."""
 
 PREFILL_TOKENS_PER_S = 8_000.0
-"""Speed of prefill before the first measured step, which replaces it: it decides for the first
-requests of an engine alone."""
+"""Prefill speed assumed before the first measured step, which replaces it. It matters only for the
+first requests of an engine."""
 
 _MAX_STEPS_INFLIGHT = 8
 """More steps than any engine keeps in flight; a step that never reports is forgotten."""
@@ -56,14 +56,14 @@ class FetchTime:
     """Estimate of a fetch's time: a latency, plus a time per unit `n` of the load on the network
     (fetches under way, or bytes up to the end of the fetch).
 
-    It is a line for each source (`JobEnd.source`), so that a fast source does not make the bucket
-    look fast, nor the bucket make it look slow. If one connection is the limit, only the latency
-    shows; on a full network, only the time per unit. The bucket is expected to answer, because it
-    is asked last and has the most; until it has answered, the source that answered last is.
+    Each source (`JobEnd.source`) has its own line, so a fast source does not make the bucket look
+    fast, and the bucket does not make the source look slow. If one connection is the limit, the
+    line shows only the latency; on a full network, only the time per unit. The bucket is expected
+    to answer, because it is asked last and has the most; before that, the last source to answer.
 
-    Until a fetch arrives, waits whose time ran out are a lower bound, and so are absences: answers
-    that something is not there. Both are of all sources together: a fetch that has not arrived has
-    no source yet, and an absence is the answer of all.
+    Until a fetch arrives, waits that timed out are a lower bound, and so are absences: answers that
+    an object is absent. Both cover all sources together: a fetch that has not arrived has no source
+    yet, and an absence is the answer of all sources.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class FetchTime:
         self._expected = self._lines.get(_BUCKET, line)
 
     def ended(self, outcome: Outcome, n: float, seconds: float, source: str = "") -> None:
-        """Note the end of a fetch; one that has failed says nothing."""
+        """Record the end of a fetch; a failed one is ignored."""
         if outcome.is_success:
             self.add(n, seconds, source)
         elif outcome is Outcome.MISSING:
@@ -113,8 +113,8 @@ class FetchTime:
 
 
 class FetchPace:
-    """Times of fetches, apart for those that ask the bucket and those that end without it (`near`).
-    A request that awaits near fetches alone does not wait for the bucket."""
+    """Times of fetches, separate for those that ask the bucket and those that end without it
+    (`near`). A request that awaits only near fetches does not wait for the bucket."""
 
     def __init__(self) -> None:
         self.fetch, self.near = FetchTime(), FetchTime()
@@ -127,7 +127,7 @@ class FetchPace:
 
 class Pace(FetchPace):
     """Speeds of one engine. Times are seconds of one monotonic clock, passed in. The time of a
-    chunk's fetch goes by the fetches under way beside it.
+    chunk's fetch depends on the number of concurrent fetches.
 
     fetches_at_once: fetches the I/O process sends at once; the others queue there.
     prefill_tokens_per_s: assumed until a step has been measured.
@@ -141,7 +141,7 @@ class Pace(FetchPace):
         self._squared_tokens = self._token_seconds = 0.0
         self._fetches_at_once = fetches_at_once
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
-        """Those that are measured: number, start in seconds, tokens."""
+        """Measured steps: number, start in seconds, tokens."""
         self._step_number = 0
         self._is_idle = False  # whether the last step had nothing to compute
         self._step_ended_s = -math.inf
@@ -167,7 +167,7 @@ class Pace(FetchPace):
             self.near_share += _SMOOTHING * (near - self.near_share)
 
     def gave_up(self, waited_s: float, chunks: int, *, near: bool = False) -> None:
-        """Note a wait whose time ran out after `waited_s`; the last of `chunks` had not arrived."""
+        """Record a wait that timed out after `waited_s` without the last of `chunks`."""
         self.of(near=near).gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
@@ -184,7 +184,7 @@ class Pace(FetchPace):
         return self._step_number
 
     def step_ended(self, now_s: float, number: int | None) -> None:
-        """Note the end of a step. Engines leave out the steps that compute nothing.
+        """Record the end of a step. Engines do not report steps that compute nothing.
 
         number: from `step_started`; None if the step is not measured.
         """
@@ -213,14 +213,14 @@ class Pace(FetchPace):
         """Forecast of the fetches until the last of `chunks` has arrived.
 
         rounds: number of times that an answer must arrive before more chunks can be requested.
-        near: whether no fetch that is waited for asks the bucket.
+        near: whether none of the awaited fetches asks the bucket.
         """
         fetch, load = self.of(near=near), self._concurrency(chunks, 1)
         all_s = self._expected(FetchTime.at, load, near=near)
         alone_s = self._expected(FetchTime.at, 1, near=near)
         if all_s is not None and alone_s is not None:
             all_s = all_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
-        # Beside other requests a wait costs the engine nothing, and a hit spares it work.
+        # While other requests run, a wait costs the engine nothing, and a hit saves it work.
         absent_share = fetch.absent_share if self._is_idle else 0.0
         fetch_s = self._expected(FetchTime.measured, load, near=near)
         measured_s = self._expected(FetchTime.measured, 1, near=near)
@@ -229,7 +229,7 @@ class Pace(FetchPace):
     def _expected(
         self, time: Callable[[FetchTime, float], float | None], load: float, *, near: bool
     ) -> float | None:
-        """Seconds of a fetch: of bucket and this host's sources, by their shares of recent hits."""
+        """Seconds of a fetch: bucket and this host's sources, weighted by shares of recent hits."""
         there = time(self.of(near=near), load)
         if near or not self.near_share or (here := time(self.near, load)) is None:
             return there

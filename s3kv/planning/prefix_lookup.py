@@ -1,8 +1,8 @@
-"""Lookup from the front: in coverages that need all chunks before a length, or the last ones.
+"""Lookup from the front, for coverages that need all chunks before a length, or the last ones.
 
 Chunks are requested in order from the first that a resume needs: hundreds ahead where the bucket
-index says "present", otherwise `probe_chunks` ahead, a window that doubles with every arrival. The
-first missing chunk ends the lookup.
+index has them as present, otherwise `probe_chunks` ahead, a window that doubles with every arrival.
+The first missing chunk ends the lookup.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class PrefixLookup(Lookup):
 
     @property
     def secured(self) -> int:
-        """The engine's own chunks, if a resume needs the rest of a window, too."""
+        """Only the engine's own chunks if a resume also needs the rest of a window."""
         return self.ready if self.coverage.kind.is_cumulative else self.own
 
     @property
     def unproven(self) -> int:
-        """The chunks after the last one before `end` that is known to be in the bucket."""
+        """Number of chunks before `end` that follow the last one known to be in the bucket."""
         if self.end is None:
             return 0
         is_present = self.ledger.index.is_present
@@ -66,7 +66,7 @@ class PrefixLookup(Lookup):
 
     def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
         """Lease resident chunks from the first missing one on, and request more, all before `end`.
-        Where every chunk makes the hit longer, chunks between `end` and `aim` are leased, too."""
+        Where every chunk makes the hit longer, chunks between `end` and `aim` are also leased."""
         self.is_open = True
         coverage = self.coverage
         first = self.own = local_tokens // coverage.chunk_tokens
@@ -78,7 +78,7 @@ class PrefixLookup(Lookup):
             first = max(first, coverage.chunks_for(end * coverage.chunk_tokens).start)
             hashes = hashes[:end]
         elif aim is not None:
-            # Chunks after those that all coverages can have make room for those that they need.
+            # Chunks beyond the length that all coverages can reach make room for needed ones.
             hashes = hashes[:aim]
             self.shorten(aim)
         self.aim = end
@@ -156,5 +156,5 @@ class PrefixLookup(Lookup):
         self.end = self.ready if self.coverage.kind.is_cumulative else 0
 
     def reopen(self) -> None:
-        Lookup.reopen(self)  # no `super()` in a class that `dataclass` makes again, with slots
+        Lookup.reopen(self)  # `super()` fails: `dataclass` with slots re-creates the class
         self.end = None

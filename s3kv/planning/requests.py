@@ -23,8 +23,8 @@ from s3kv.types import ChunkKey
 PROBE_CHUNKS = 64
 """Chunks that a lookup requests at first while the bucket's content is unknown (decision 8)."""
 OFFER_S = 1.0
-"""Time that an idle engine has to place an offered load. Then one lookup answers "none": vLLM keeps
-more blocks free for a load than for computing, perhaps more than there are."""
+"""Time that an idle engine has to place an offered load. After that, one lookup returns `NOTHING`:
+vLLM keeps more blocks free for a load than for computing, perhaps more than exist."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -33,9 +33,9 @@ class ScheduledRequest(NamedTuple):
     block_ids: device blocks per KV-cache group: those new in this step, or all of them if
     `replaces`; empty if no group has new ones.
     computed_tokens: tokens before this step. scheduled_tokens: tokens in this step, with drafts.
-    tables: returns all device blocks per KV-cache group in this step; None: they are what
-    `block_ids` add up to, because the engine gives none of them away before the request ends.
-    states: numbers of tokens within the step after which the engine writes a state, too.
+    tables: returns all device blocks per KV-cache group in this step; None: they are the sum of all
+    `block_ids`, because the engine frees none of them before the request ends.
+    states: numbers of tokens within the step after which the engine also writes a state.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits that a request sets to its own caching. None: no limit."""
+    """Limits that a request sets on its own caching. None: no limit."""
 
     save_tokens: int | None = None
     """Tokens from the start of the request that may be saved. 0: the request is private."""
@@ -61,7 +61,7 @@ NO_LIMITS = RequestLimits()
 
 
 class Answer(NamedTuple):
-    """Answer to a lookup. wait: ask again next step. tokens: number that may be loaded now."""
+    """Answer to a lookup. wait: repeat it next step. tokens: number that may be loaded now."""
 
     wait: bool
     tokens: int
@@ -74,7 +74,7 @@ class RequestState(IdentityEnum):
     NEW = "new"
     """The engine has not asked about it yet. Its chunks may already be on their way."""
     WAITING = "waiting"
-    """The engine asked and was told to ask again later."""
+    """The last lookup returned `WAIT`; the engine repeats it later."""
     OFFERED = "offered"
     """Chunks in host memory were offered; they are leased until the engine decides."""
     LOADING = "loading"
@@ -108,7 +108,7 @@ REQUEST_TRANSITIONS: Transitions[RequestState, RequestEvent] = Transitions(
         (_WAITING, RequestEvent.NOTHING): _NEW,
         # The engine skips lookups for this request, and admits it without an answer.
         (_WAITING, RequestEvent.ADMIT): _COMPUTING,
-        # The engine could not place the request after the offer, and asks again.
+        # The engine could not place the request after the offer, and looks it up again.
         (_OFFERED, RequestEvent.LOOKUP): _NEW,
         (_OFFERED, RequestEvent.ADMIT): _COMPUTING,
         (_OFFERED, RequestEvent.LOAD): _LOADING,
@@ -127,8 +127,8 @@ class Saving:
     """Number of chunks from the start that may be saved; None: all."""
     block_ids: list[list[int]] = field(default_factory=list)
     is_barred: bool = False
-    """Whether it neither saves nor loads any more: a load of it failed, the cache was reset, or its
-    KV may be wrong or in an unknown place for another reason. Once barred, it stays so."""
+    """Whether it no longer saves or loads: a load of it failed, the cache was reset, or its KV may
+    be wrong or in an unknown place for another reason. This is permanent."""
     saved: int = 0
     """Position up to which all chunks have been decided on (saved or not)."""
 
@@ -137,7 +137,7 @@ class Saving:
         return chunks if self.limit is None else min(chunks, self.limit)
 
     def place(self, step: ScheduledRequest) -> None:
-        """Note the blocks that the request has in this step, if only its steps tell."""
+        """Record the request's blocks in this step, unless the step has `tables`."""
         if step.tables is not None:
             return
         if step.replaces or not self.block_ids:
@@ -147,7 +147,7 @@ class Saving:
                 known.extend(new)
 
     def take(self, complete: int) -> range:
-        """Take the positions before `complete` whose chunks are to be decided on now."""
+        """Take the positions before `complete` whose chunks are now due for a decision."""
         due = range(self.saved, complete)
         self.saved = max(self.saved, complete)
         return due
@@ -198,24 +198,24 @@ class PlannedRequest:
         self.state = REQUEST_TRANSITIONS.after(self.state, event)
 
     def arrange(self, local_tokens: int, tokens: int | None) -> None:
-        """Note the tokens in the engine's own cache, and all that the request has (None: it is not
-        told), for the next `collect`."""
+        """Record the tokens in the engine's own cache, and the request's total (None: not given),
+        for the next `collect`."""
         size, most = self.lookups[0].coverage.chunk_tokens, self.limits.load_tokens
         self.local_tokens = local_tokens
         self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
         self.hashes.limit = None if most is None else (local_tokens + most) // size
 
     def is_unplaced(self, now_s: float, idle_since_s: float) -> bool:
-        """Whether the engine, idle since then, has not placed the offered load for `OFFER_S`. Then
-        the time begins anew."""
+        """Whether the engine, idle since `idle_since_s`, has not placed the offered load for longer
+        than `OFFER_S`. If so, the time starts again."""
         is_late = now_s - max(self.offered_s, idle_since_s) > OFFER_S
         if is_late or self.state is not RequestState.OFFERED:
             self.offered_s = now_s
         return is_late and self.state is RequestState.OFFERED
 
     def use(self, tokens: int, now_s: float) -> None:
-        """Note the use of the chunks from anywhere with which the engine begins after `tokens`. Of
-        a request that neither saves nor loads, nothing is sent."""
+        """Record the use of the chunks, from any tier, from which the engine resumes at `tokens`.
+        Nothing is sent about a request that may neither save nor load."""
         known = () if self.limits == RequestLimits(0, 0) else self.hashes.read()
         for lookup in self.lookups:
             coverage, index = lookup.coverage, lookup.ledger.index
@@ -224,7 +224,7 @@ class PlannedRequest:
                 index.use(ChunkKey(coverage.number, known[position]), now_s)
 
     def start_over(self) -> None:
-        """Forget the wait. The engine has preempted the request and asks for its prefix again."""
+        """Forget the wait. The engine has preempted the request and looks up its prefix again."""
         for lookup in self.lookups:
             lookup.reopen()
         self.wait.start_over()
@@ -236,11 +236,11 @@ class PlannedRequest:
         self.wait.wake()
 
     def collect(self, now_s: float, orders: int) -> Lookup | None:
-        """Collect in every group, for the longest prefix that all groups may yet have resident.
+        """Collect in every group, for the longest prefix that may become resident in all groups.
         Returns the first lookup that still waits for a chunk; None if no lookup waits.
 
-        Windows are requested together with the prefix that another lookup waits for, as if all of
-        it were there. Otherwise they would arrive later by the time of a fetch.
+        Windows are requested together with the prefix that another lookup waits for, on the
+        assumption that all of it exists. Otherwise they would arrive one fetch time later.
         """
         is_cumulative = self.lookups[0].coverage.kind.is_cumulative
         chunks = None if is_cumulative else self.hashes.before_the_last
@@ -261,8 +261,8 @@ class PlannedRequest:
         return None
 
     def _prefetch_windows(self, awaited: Lookup, now_s: float, orders: int) -> None:
-        """Request what the lookups behind `awaited` need at its end. Those that have found a chunk
-        missing, and states, are left until the prefix is known."""
+        """Request the chunks that the lookups after `awaited` need at its `limit`. Lookups that
+        have found a chunk missing, and those of states, are left until the prefix is known."""
         if awaited.unasked or awaited.has_more:
             return
         for lookup in self.lookups[self.lookups.index(awaited) + 1 :]:
@@ -282,8 +282,8 @@ class PlannedRequest:
         return max(0, tokens)
 
     def bucket_tokens(self, external_tokens: int) -> int:
-        """Number of `external_tokens` that were fetched for this request, by the first group. One
-        without full attention has few chunks: if any was fetched, so were all tokens."""
+        """Number of `external_tokens` that were fetched for this request, by the first group. A
+        group without full attention has few chunks: any fetched one counts for all tokens."""
         lookup = self.lookups[0]
         if not lookup.coverage.kind.is_cumulative:
             return external_tokens if lookup.fetched else 0

@@ -19,17 +19,17 @@ class Residency(enum.Enum):
     """Every rank holds it in host memory."""
     HOST_REMOVED = "host removed"
     BUCKET_STORED = "bucket stored"
-    """The bucket holds it; logged every time it shows that, for readers who missed the first. Each
-    time but the first comes after a `BUCKET_REMOVED`, for readers who count."""
+    """The bucket holds it. Logged at every confirmation, for readers that missed the first. Every
+    one but the first follows a `BUCKET_REMOVED`, for readers that count."""
     BUCKET_REMOVED = "bucket removed"
-    """The bucket turned out to hold it no longer, or to hold something else; or it has shown it
-    again."""
+    """The bucket no longer holds it, or holds something else; or a further `BUCKET_STORED`
+    follows."""
     NOTHING = "nothing"
-    """It was on its way and did not arrive."""
+    """It was in flight and did not arrive."""
 
 
 class Origin(NamedTuple):
-    """A chunk was put on its way for a request, as its chunk number `position`."""
+    """Start of a chunk's fetch or save for a request, as its chunk number `position`."""
 
     key: ChunkKey
     request_id: str

@@ -1,10 +1,10 @@
-"""Transfers of vLLM's on rows of its primary tier, and the jobs of the I/O process that they take.
+"""vLLM's transfers to and from rows of its primary tier, and their jobs in the I/O process.
 
     load, store ──▶ one job for each key that has to move ──the last has ended──▶ one report
 
-A row belongs to a job until its end is taken, and a transfer is reported once, after the last of
-its jobs. So nothing reads or writes a row that vLLM has been given back. Pure; time comes in as an
-argument (seconds, monotonic).
+A row belongs to a job until the job's end is processed, and a transfer is reported once, after the
+last of its jobs. Nothing therefore reads or writes a row after its return to vLLM. Pure; times are
+arguments (seconds, monotonic).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from s3kv.types import ChunkKey
 
 
 class RowKey(NamedTuple):
-    """A key as vLLM names it, and as the bucket does. end_token: number of the prompt's tokens up
-    to the end of the chunk; None if it is not known."""
+    """A key by its name in vLLM and by its name in the bucket. end_token: number of the prompt's
+    tokens up to the end of the chunk; None if not known."""
 
     name: bytes
     chunk: ChunkKey
@@ -32,8 +32,8 @@ RowKeys = Sequence[tuple[RowKey, int]]
 
 
 class TransferEnd(NamedTuple):
-    """End of a transfer. is_whole: whether every key was moved or did not have to be. succeeded:
-    names of those that were. seconds: from its start to its end."""
+    """End of a transfer. is_whole: whether every key was moved or did not have to move. succeeded:
+    names of the moved keys. seconds: from its start to its end."""
 
     transfer_id: int
     is_whole: bool
@@ -74,7 +74,7 @@ class RowTransfers:
     def __init__(self) -> None:
         self.fetches = 0
         self.jobs: dict[int, RowJob] = {}
-        """For reading only, by number."""
+        """Jobs under way, by number; for reading only."""
         self.cancels: list[int] = []
         """Jobs to cancel. Each still ends."""
         self._transfers: dict[int, RowTransfer] = {}
@@ -108,7 +108,7 @@ class RowTransfers:
         return next(self._job_ids)
 
     def job_ended(self, end: JobEnd) -> RowJob:
-        """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
+        """Process the end of a job. Nothing reads or writes its row on its behalf any more."""
         job = self.jobs.pop(end.job_id)
         transfer = job.transfer
         self.fetches -= transfer.is_load
@@ -135,7 +135,7 @@ class RowTransfers:
         )
 
     def cancel_loads(self, began_before_s: float, but_of: Iterable[str] = ()) -> None:
-        """Cancel the fetches of older loads, but of those of these requests."""
+        """Cancel the fetches of loads begun by `began_before_s`, except of requests in `but_of`."""
         kept = frozenset(but_of)
         late = {
             transfer.transfer_id

@@ -36,10 +36,10 @@ class ChunkSaves:
         self._null_block = null_block
         self._doubtful: set[int] = set()
         """Blocks that another connector has loaded within a step. The engine shares them at once,
-        but may learn that they are wrong only after that step's saves have been uploaded."""
+        but may find them invalid only after that step's saves have been uploaded."""
 
     def doubt(self, blocks: Iterable[int]) -> bool:
-        """Save nothing of requests with any of these blocks, which another connector loads. Returns
+        """Bar saves of requests with any of these blocks, which another connector loads. Returns
         whether any block is doubtful."""
         self._doubtful.update(blocks)
         self._doubtful.discard(self._null_block)
@@ -60,7 +60,7 @@ class ChunkSaves:
             request.saving.is_barred = True
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
-        # So it is in nearly every step of a request that decodes.
+        # This is the case in nearly every decode step.
         if tokens < (saving.saved + 1) * size:
             return ()
         chunks = saving.take(min(saving.allowed(tokens // size), len(request.hashes.read())))
@@ -88,13 +88,13 @@ class ChunkSaves:
         ledger = self._ledger
         key = ChunkKey(coverage.number, request.hashes.known[position])
         state = ledger.state(key)
-        ledger.index.use(key, now_s)  # no lookup may have asked the bucket
+        ledger.index.use(key, now_s)  # perhaps no lookup has queried the bucket
         if state is ChunkState.RESIDENT:
             ledger.unsaved.hit(key)
         if state in _KEPT:
             return None
-        # A later step is too late for a chunk that is on its way: the request may have none, or no
-        # longer the blocks. The I/O process uploads it only if the bucket turns out to lack it.
+        # A later step is too late for a chunk in flight: there may be none, or the blocks may be
+        # gone. The I/O process uploads it only if the bucket turns out to lack it.
         if ledger.index.is_present(key):
             if state is ChunkState.FETCHING:
                 ledger.fetch_job(key).is_computed = True

@@ -1,7 +1,7 @@
-"""Lookup from the back: in sparse coverages, where one chunk is enough, the last that there is.
+"""Lookup from the back, for sparse coverages: the last chunk that exists is enough.
 
 Engines write a state only where a step ends, so most chunks have none. The lookup requests the last
-chunk, and twice as many at a time with every one that is missing. States are large, so it requests
+chunk first, and twice as many at a time after every missing one. States are large, so it requests
 none before a chunk that is known to have one.
 """
 
@@ -18,14 +18,14 @@ from s3kv.types import Outcome
 
 MISSES_PER_LOOKUP = 64
 """Missing chunks after which a lookup requests no more. A repeated prompt has its state in the last
-chunk, and the next turn of a conversation as many chunks before it as the turn is long. Full
-attention, if the model has it, has already told how far the prefix is known at all."""
+chunk, and the next turn of a conversation has it one turn's length earlier. Full attention, if the
+model has it, has already determined how much of the prefix exists."""
 
 
 @dataclass(slots=True, eq=False)
 class StateLookup(Lookup):
-    """A `Lookup` from the back. `ready` is one after the last resident chunk, which is leased
-    alone; without any, it is the number of chunks in the engine's own cache. Chunks that are not
+    """A `Lookup` from the back. `ready` is the position after the last resident chunk, the only one
+    leased; without any, it is the number of chunks in the engine's own cache. Chunks that are not
     requested are expected to be missing."""
 
     is_stopped: bool = False
@@ -81,7 +81,7 @@ class StateLookup(Lookup):
         return None
 
     def _request(self, now_s: float, orders: int) -> None:
-        """Request chunks after the ready one, from the back, until `window` are on their way."""
+        """Request chunks after the ready one, from the back, until `window` are in flight."""
         awaited = 0
         for position in range(self.aim - 1, self.ready - 1, -1):
             if position in self.gone:
@@ -94,7 +94,7 @@ class StateLookup(Lookup):
                 return
 
     def _ask(self, position: int, now_s: float) -> bool:
-        """Order or join the fetch of a chunk, or find it gone. Returns False to stop for now."""
+        """Order or join the fetch of a chunk, or record that it is gone. False: stop for now."""
         if position in self.pending:
             return True
         ledger, key = self.ledger, self.key(position)

@@ -3,10 +3,10 @@
 Requests wait for fetches, but not for uploads. Hence these rules:
 
 1. A waiting fetch goes before every waiting upload.
-2. After `FETCHES_PER_UPLOAD` fetches in a row have passed a waiting upload, an upload goes. Uploads
-   are slow under load, but never starved.
-3. Uploads hold at most half of the requests and half of the bytes, so that a fetch which follows a
-   burst of uploads finds a free place.
+2. After `FETCHES_PER_UPLOAD` fetches in a row have passed a waiting upload, an upload goes next.
+   Uploads are slow under load, but never starved.
+3. Uploads hold at most half of the requests and half of the bytes, so a fetch after a burst of
+   uploads finds a free place.
 4. A running upload takes cores and memory bandwidth from the engine, and is not urgent. One runs at
    a time, plus one for every `UPLOADS_PER_STREAM` that wait: a burst is spread out, and a backlog
    does not grow. This limit is lifted when the process drains.
@@ -33,7 +33,7 @@ FETCHES_PER_UPLOAD = 16
 UPLOADS_PER_STREAM = 8
 """Waiting uploads per further running one. A lower number slows the engine: with four, a prompt of
 twelve chunks started three uploads at once, and a prompt computed on two shared cores took 8 %
-longer instead of 6 to 7 %. Half of all saves that may be under way uses all upload places."""
+longer instead of 6 to 7 %. Half of the maximum number of saves uses all upload places."""
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class JobQueue:
     """The waiting and running jobs. It holds a job from `add` until `withdraw` or `end`.
 
     max_requests, max_bytes: limits on the running jobs of both kinds together.
-    `limit_requests` changes the limit on requests. before: a queue of fetches that may come into
-    this one next. They have their share of the places already.
+    `limit_requests` changes the limit on requests. before: a queue of fetches that may move on to
+    this one. They already count in the shares of the places.
     """
 
     def __init__(self, max_requests: int, max_bytes: int, before: JobQueue | None = None) -> None:
@@ -88,7 +88,7 @@ class JobQueue:
         """True while the process drains: uploads then use all their places."""
 
     def limit_requests(self, max_requests: int) -> None:
-        """Limit the requests that run at once from now on. Running requests above the limit
+        """Change the limit on requests that run at once. Running requests above the limit
         continue."""
         self._places.max_requests = max_requests
         self._upload_places.max_requests = max(1, max_requests // 2)
@@ -160,8 +160,8 @@ class JobQueue:
 
     @contextlib.contextmanager
     def borrowed(self, freed: Callable[[], None], wanted: int) -> Iterator[Borrowed]:
-        """Take places for up to `wanted` further requests of one running fetch, for the block.
-        freed: called whenever one of them is free again."""
+        """Take places for up to `wanted` further requests of one running fetch, during the block.
+        freed: called whenever one of them becomes free."""
         line, places = self._lines[JobKind.FETCH], self._places
         coming = 0 if self._before is None else self._before.running + self._before.waiting
         share = places.max_requests // (len(line.running) + len(line.waiting) + coming) - 1

@@ -1,8 +1,8 @@
 """The master keys of `encryption`, read at the start of an I/O process.
 
-They stay in its memory: nothing asks KMS again before the next start. KMS that cannot be reached
-then is an error at the start of an engine. A process that is replaced later is replaced again, with
-growing pauses, until KMS answers, and all chunks are misses meanwhile.
+They stay in its memory: KMS is not called again before the next start. If KMS cannot be reached,
+the start of an engine fails. A process that replaces another one later is itself replaced, with
+growing pauses, until KMS answers; all chunks are misses meanwhile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from s3kv.stores.s3.kms import decrypted
 
 async def open_keyring(config: Config) -> Keyring | None:
     """The keys that the settings name; None without encryption. Takes 16 s at most. Raises
-    `ConfigError` if they cannot be read, are no keys, or KMS does not decrypt them, or if the
-    package cryptography is missing. No message has any part of a key."""
+    `ConfigError` if they cannot be read, are not keys, or KMS does not decrypt them, or if the
+    package cryptography is missing. No message contains any part of a key."""
     if config.encryption == "off":
         return None
     where, keys = encryption_keys(config)

@@ -1,9 +1,9 @@
 """The I/O process's loop, from the first message to the last.
 
-The process runs one asyncio loop on one thread. Other threads prefault the slab, and look for
+The process runs one asyncio loop on one thread. Other threads prefault the slab, and look up
 credentials. The process ends when the stream does, or when its parent process changes (another
-child of the worker may hold a copy of the stream's other end). Jobs are cancelled then, except
-after a `Drain`, which may use its time.
+child of the worker may hold a copy of the stream's other end). Jobs are then cancelled, except
+after a `Drain`, which may use all of its timeout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger("s3kv.io")
 _CHECK_S = 1.0
 STALL_S = 25.0
 """Time after which the stacks of all threads are logged if the bucket has not been tried, or if the
-loop has stood still. A little later the worker gives the process up."""
+loop has stalled. Shortly afterwards the worker gives up the process."""
 _CLOSE_TIMEOUT_S = 1.0
 _RECEIVE_BYTES = 2**16
 
@@ -104,8 +104,8 @@ async def _converse(
 
 
 async def _disk_of(config: Config, keys: Keyring | None) -> tuple[Directory, WorkerThreads] | None:
-    """The disk of the settings. Raises `ConfigError` if it cannot be used, or goes without it, as
-    `on_unavailable` says."""
+    """The disk of the settings. If it cannot be used, raises `ConfigError` or returns None,
+    depending on `on_unavailable`."""
     if config.disk_path is None:
         return None
     path, prefix, nbytes = config.disk_path, config.prefix, config.disk_bytes
@@ -113,7 +113,7 @@ async def _disk_of(config: Config, keys: Keyring | None) -> tuple[Directory, Wor
     try:
         opening = threads.read(lambda: Directory.open(path, prefix, nbytes))
         directory = await asyncio.wait_for(opening, PATIENCE_S)
-    except asyncio.TimeoutError:  # it hangs, which costs its hits alone
+    except asyncio.TimeoutError:  # it hangs, which costs only its hits
         directory = Directory(Path(path), prefix, nbytes)
     except ConfigError as error:
         if config.on_unavailable == "fail":
@@ -141,7 +141,7 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:
 
 class _MessageWriter:
     """Writer of messages to the worker: one write for all messages of one turn of the loop.
-    is_used: whether there were any; the first is `Ready`."""
+    is_used: whether any was sent; the first is `Ready`."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.is_used = False
@@ -172,7 +172,7 @@ async def _watch(
     if parent_pid is None:
         return
     is_first = True
-    while os.getppid() == parent_pid:  # nothing announces that it changes
+    while os.getppid() == parent_pid:  # no event reports a change
         if is_first or outbox.is_used:
             with contextlib.suppress(RuntimeError):  # the system refuses a thread
                 faulthandler.dump_traceback_later(STALL_S)

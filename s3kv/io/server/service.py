@@ -72,7 +72,7 @@ class Service:
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
         self._formats = Formats(handshake, slab.nbytes)
         limits = config.max_inflight_requests, MAX_INFLIGHT_BYTES
-        # A bucket that is slow or throttles holds back no hits of the disk.
+        # A slow or throttling bucket must not delay hits of the disk.
         self._near = JobQueue(*limits)
         self._queue = JobQueue(*limits, before=self._near)
         registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
@@ -183,8 +183,8 @@ class Service:
 
     def _due_s(self, message: BucketJob) -> float:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
-        item. A chunk's upload has none left: its planner tries again by itself, seconds later,
-        when that is of more use. The outbox of items never tries again, nor does vLLM."""
+        item. A chunk's upload gets no retries: its planner tries again seconds later, when that is
+        more useful. The outbox of items never tries again, and neither does vLLM."""
         is_retried = message.item is None and not self._handshake.is_borrowed
         if message.kind is JobKind.UPLOAD and is_retried:
             return -math.inf
@@ -210,7 +210,7 @@ class Service:
             self._queue.add(job)
         else:
             self._cancelled.discard(job.job_id)
-            # Cancelled too late to be noticed on the disk; nobody has asked the bucket.
+            # Cancelled too late for the disk to notice; the bucket was never queried.
             end = job.end(Outcome.CANCELLED, "cancelled") if goes_on else end
             end.seconds = time.monotonic() - started_s
             self._send_end(end)
@@ -222,7 +222,7 @@ class Service:
             return job.end(Outcome.CANCELLED, "cancelled")
         if (error := task.exception()) is None:
             return task.result()
-        # A defect in one job, of ours or of a library, must not affect the others.
+        # A defect in one job, in s3kv or in a library, must not affect the others.
         self._defects += 1
         if self._may_log(type(error)):
             _log.error("%s of %s: %r", job.kind.value, job.key, error, exc_info=error)

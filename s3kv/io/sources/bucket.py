@@ -6,7 +6,7 @@ on the event loop: xxh3 takes 0.2 to 0.8 ms for 8 MiB, about as long as receivin
 takes four times as long. Compressed objects are hashed by the threads that encode and decode.
 
 An object that does not verify is a miss, and is not read again for a while (`Quarantine`): the
-reading may have been damaged and not the object. The next upload of the chunk replaces it.
+damage may be in the answer and not in the object. The next upload of the chunk replaces it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from s3kv.upkeep.refreshing import Refresher
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
-"""Most attempts of one fetch, none of which begins after `max_wait_ms`."""
+"""Maximum number of attempts per fetch; none begins after `max_wait_ms`."""
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 1.0
 
@@ -45,12 +45,12 @@ class BucketSource:
     """The bucket of one rank: a source, and the target of its uploads. Runs any number of jobs at a
     time; the caller limits them. Belongs to one asyncio loop.
 
-    It repeats failed requests until `TransferJob.due_s`, and uploads in a drain until
-    `drain_until_s`. No layer above repeats them within that time. The store below repeats none, but
-    for the one fresh connection that `ObjectStore` allows.
+    It retries failed requests until `TransferJob.due_s`, and uploads in a drain until
+    `drain_until_s`. No layer above retries them within that time. The store below retries nothing,
+    except for the one fresh connection that `ObjectStore` allows.
 
-    refresher: takes note of the objects in use. borrow: for ranges. rng: for the jitter of pauses.
-    compressor: of uploads; its decoder is that of fetches.
+    refresher: records the objects in use. borrow: for ranges. rng: for the jitter of pauses.
+    compressor: for uploads; its decoder is used for fetches.
     """
 
     name = "bucket"
@@ -81,7 +81,7 @@ class BucketSource:
         if self._quarantine.bars(job.key, now_s()):
             said = f"{job.key} is in quarantine: its object failed verification"
             return job.end(Outcome.MISSING, said, reason="quarantined")
-        # A second reading is whole, so that two bad ones have not only ranges in common.
+        # A second read is whole, so ranges cannot be the common cause of two bad reads.
         read = self._whole if self._quarantine.holds(job.key) else self._ranged.read
         info, reason = await read(job)
         if info is None:
@@ -131,8 +131,8 @@ class BucketSource:
         return await self._retried(read, until_s=job.due_s)
 
     async def upload(self, job: TransferJob) -> JobEnd:
-        """Seal the object in a job's place and write it, if there is none or a bad one. Raises
-        `StoreError`."""
+        """Seal the object in a job's place and write it, if the bucket has none or a bad one.
+        Raises `StoreError`."""
         job.format.seal(job.place, job.block_hash)
         is_bad = self._quarantine.holds(job.key)
         async with self._compressor.stored(job) as place:
@@ -145,8 +145,7 @@ class BucketSource:
 
     async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Await the request `call()`, and repeat it after `StoreUnavailable`: at most
-        `MAX_ATTEMPTS` attempts, of which only the first may begin after `until_s` on the loop's
-        clock.
+        `MAX_ATTEMPTS` attempts. Only the first may begin after `until_s` on the loop's clock.
 
         The pauses between attempts are 50, 100, 200 … ms, at most 1 s, less a random part of up to
         half. The job keeps its place meanwhile, so that a failing store gets fewer requests. Raises

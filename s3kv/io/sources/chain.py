@@ -3,9 +3,9 @@
     first source ──absent──▶ next source ──absent──▶ … ──absent──▶ a miss
         └──hit, bad or failed: the end of the fetch
 
-An object that is bad, in quarantine or out of reach is not absent: the fetch ends there. A source
-that only copies the objects of a later one answers "absent" instead, and counts the failure.
-Sources of this host come first. A near fetch asks no others, so it ends without the bucket.
+An object that is bad, in quarantine or unreachable is not absent: the fetch ends there. A source
+that only holds copies of a later source's objects answers "absent" instead, and counts the failure.
+Sources of this host come first. A near fetch asks only these, so it ends without the bucket.
 
 A chunk may be computed while its fetch is under way. Its upload waits for the fetch, and sends
 nothing if the fetch finds the object beyond this host.
@@ -31,11 +31,11 @@ from s3kv.stores.store import ObjectStore
 from s3kv.types import Outcome
 
 MOST_STAGED_BYTES = 256 * 2**20
-"""Most memory for shards of other shapes."""
+"""Limit on memory for shards of other shapes."""
 _FOUND_KEYS = 1_024
 _FOUND_S = 30.0
-"""Time for which a key counts as found after the start of its fetch: longer than a chunk takes that
-is computed meanwhile and copied, and too short for the object to be deleted as unused."""
+"""Time for which a key counts as found after the start of its fetch: long enough to compute and
+copy the chunk meanwhile, and too short for the object to be deleted as unused."""
 
 
 class Source(Protocol):
@@ -75,8 +75,8 @@ def chain_of(
 class Chain:
     """Executor of jobs. Runs any number at a time; the caller limits them.
 
-    sources: in the order in which they are asked. disk: the one of them that keeps copies of what
-    the others deliver, and of uploads.
+    sources: in the order in which they are asked. disk: the source that keeps copies of uploads and
+    of the objects from the others.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Chain:
             end = await self._bucket.upload(job)
         except StoreError as error:
             end = job.failed(error)
-        await self._keep(job, job.nbytes)  # whatever the bucket says: it is sealed
+        await self._keep(job, job.nbytes)  # whatever the outcome: it is sealed
         return end
 
     async def _fetch(self, job: TransferJob, near: bool | None) -> JobEnd:
@@ -122,7 +122,7 @@ class Chain:
             if end.outcome is not Outcome.MISSING or end.reason:
                 break
         if end.outcome is Outcome.OK and not end.near:
-            # An item may be shorter than its place; a chunk of other shards is as long as it.
+            # An item may be shorter than its place; a chunk of other shards fills it.
             is_whole = end.source == BucketSource.name
             await self._keep(job, end.nbytes if is_whole else job.nbytes)
         return end
@@ -132,13 +132,13 @@ class Chain:
             await self._disk.keep(job, nbytes)
 
     async def _found_fresh_s(self, key: str) -> float | None:
-        """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits
-        for one that is under way."""
+        """`JobEnd.fresh_s` of an object that a recent fetch has found; None if none has. Waits for
+        a fetch that is under way."""
         task, began_s = self._fetches.get(key, (None, -math.inf))
         if task is None:
             return None
         await asyncio.wait([task])
-        if self._fetches.get(key, (task,))[0] is not task:  # it goes on beyond this host
+        if self._fetches.get(key, (task,))[0] is not task:  # it continues beyond this host
             return await self._found_fresh_s(key)
         self._fetches.pop(key, None)
         if task.cancelled() or task.exception() or now_s() >= began_s + _FOUND_S:

@@ -1,9 +1,9 @@
-"""Compression of objects before their upload, where it pays and as far as it keeps up.
+"""Compression of objects before their upload, where it pays off and as far as it keeps up.
 
 One or two threads encode. An object that would wait for others is uploaded plain, and so is every
-object while the process drains: no upload is late or given up for its form. With `compress: auto`,
-objects are uploaded plain as well while the bucket delivers nearly as fast as this host decodes
-(`speeds`).
+object while the process drains: compression delays no upload and causes none to be given up. With
+`compress: auto`, objects are also uploaded plain while the bucket delivers nearly as fast as this
+host decodes (`speeds`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _log = logging.getLogger("s3kv.io")
 
 CompressSetting = Literal["auto", "on", "off"]
 DECODING_THREADS = max(2, NETWORK_THREADS)
-"""Two on small hosts: an engine that waits for a hit leaves its cores to it."""
+"""Two on small hosts: an engine that waits for a hit leaves its cores free."""
 ENCODING_THREADS = max(1, NETWORK_THREADS // 2)
 MOST_PER_THREAD = 2
-"""Objects that may wait for a thread or be in it. More would be uploads that wait for a core."""
+"""Maximum number of objects queued or encoded per thread. More uploads would wait for a core."""
 MOST_ENCODED_BYTES = MAX_INFLIGHT_BYTES // 2
-"""Most memory for compressed objects that are being uploaded: enough for all uploads at once."""
+"""Limit on memory for compressed objects being uploaded: enough for all uploads at once."""
 
 
 class Compressor:
@@ -47,7 +47,7 @@ class Compressor:
 
     decoder: has the codec, and the speeds that decide. executor: encodes; needed with a codec.
     encoders: number of its threads. threads: number of objects that are decoded at once.
-    bytes_per_s: speed at which one of these threads decodes, until objects have been decoded.
+    bytes_per_s: decoding speed of one thread, assumed until objects have been decoded.
     pads: whether objects are padded, because they will be encrypted.
     """
 
@@ -76,8 +76,8 @@ class Compressor:
 
     @contextlib.asynccontextmanager
     async def stored(self, job: TransferJob) -> AsyncIterator[Place]:
-        """The object to upload for a job whose plain object is in its place: that one, or the
-        compressed one in other memory, which lasts for the block. The payload must not change
+        """The object to upload for a job whose plain object is in its place: that one, or a
+        compressed one in other memory, valid during the block. The payload must not change
         meanwhile; after a cancellation nothing reads it any more."""
         envelope, codec = self.decoder.envelope(job.format), self.decoder.codec
         if envelope is None or codec is None or self._mode == "off":
@@ -151,9 +151,9 @@ class Compressor:
 
 
 def open_compressor(config: Config, clock: Callable[[], float]) -> Compressor:
-    """The compressor that the settings ask for. Imports the codec, whose objects are read with
-    every setting, which takes some tenths of a second. Raises `ConfigError` if `compress` is "on"
-    and there is none, or if the system refuses a thread."""
+    """The compressor that the settings require. Imports the codec even if `compress` is "off", to
+    read compressed objects; this takes some tenths of a second. Raises `ConfigError` if `compress`
+    is "on" without a codec, or if the system refuses a thread."""
     found = compression.codec() if config.integrity != "none" else None
     if found is None:
         if config.compress == "on":

@@ -4,7 +4,7 @@
     keep:   object ──▶ copy in memory ──▶ file     dropped if too many copies wait
 
 Nothing waits for a file to be written: the object is copied, and a thread of low priority writes
-the copy. A disk that fails is not used for a while, and costs nothing but its hits.
+the copy. A disk that fails is not used for a while, and costs only its hits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 _WRITER_NICENESS = 10
 MOST_COPIED_BYTES = 256 * 2**20
-"""Most memory for objects that wait to be written, per I/O process."""
+"""Limit on memory for objects that wait to be written, per I/O process."""
 PATIENCE_S = 5.0
 """Time after which a read counts as hanging: the next source is asked."""
 OFF_S = 60.0
@@ -60,15 +60,15 @@ class Workers(Protocol):
         """Run `work`; one after another."""
 
     def copy(self, work: Callable[[], _T]) -> Awaitable[_T]:
-        """Run `work`, which waits for no disk, nor for one that hangs."""
+        """Run `work`, which uses no disk, without waiting for one that hangs."""
 
     def close(self) -> None:
         """Start no further function."""
 
 
 class WorkerThreads:
-    """`Workers` of one asyncio loop: threads that read, as many as there may be jobs, so that none
-    waits behind one that hangs; one of low priority that writes; and two that copy memory."""
+    """`Workers` of one asyncio loop: as many reading threads as there may be jobs, so no read waits
+    for one that hangs; one writing thread of low priority; and two that copy memory."""
 
     def __init__(self, readers: int) -> None:
         self._readers = started(readers, "s3kv-disk-read")
@@ -93,8 +93,8 @@ class WorkerThreads:
 class DiskSource:
     """The files of a directory as a source. Belongs to one asyncio loop.
 
-    refresher: takes note of the objects in use, so that the bucket keeps them. keeps_uploads: of
-        uploads, too, it keeps a copy.
+    refresher: records the objects in use, so that the bucket keeps them. keeps_uploads: whether it
+        also keeps copies of uploads.
     """
 
     name = "disk"
@@ -111,23 +111,23 @@ class DiskSource:
         self._clean_after_s = 0.0
         self._may_log = once_a_minute(now_s)
         self._fresh_until_s: dict[str, float] = {}
-        """By key; those used last are last."""
+        """By key; the most recently used are last."""
         self._closing = threading.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self) -> None:
-        """Count the files, which no job waits for. Nothing is written until they are counted."""
+        """Start counting the files; no job waits for it. Nothing is written until it is done."""
         self._begin(self._clean())
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
-        """Fetch and verify, for `Source.fetch`. A failure of the disk is no failure of the job."""
+        """Fetch and verify, for `Source.fetch`. A failure of the disk does not fail the job."""
         if now_s() < self._off_until_s["reading"]:
             return None
         try:
             nbytes, reason = await self._read(job)
         except OSError as error:
             self._failed("reading", error)
-            if error.errno == errno.EIO:  # or this file alone would fail the disk at each use
+            if error.errno == errno.EIO:  # else this one file would disable the disk at each use
                 self._delete(job.key)
             return None
         if nbytes is None:
@@ -146,7 +146,7 @@ class DiskSource:
         self._begin(self._off_loop(lambda: self._directory.delete(self._directory.file_of(key))))
 
     def _used(self, key: str) -> float:
-        """Note a use of the bucket's object, unless one has been noted for which it is still fresh.
+        """Record a use of the bucket's object, unless it is still fresh from an earlier one.
         Returns `JobEnd.fresh_s`."""
         until_s = self._fresh_until_s.pop(key, 0.0)
         if until_s <= now_s():
@@ -173,13 +173,13 @@ class DiskSource:
                 raise TimeoutError(0, f"no answer for {PATIENCE_S:g} s")
             return reading.result()
         finally:
-            with using:  # a thread that hangs does not touch the place when it goes on
+            with using:  # a thread that hangs must not touch the place when it continues
                 over.set()
             reading.cancel()
 
     async def keep(self, job: TransferJob, nbytes: int) -> None:
-        """Copy the first `nbytes` of the job's place, a whole object, to be written to the disk.
-        The place is not read after this has ended."""
+        """Copy the first `nbytes` of the job's place (a whole object), and have the copy written to
+        the disk. The place is not read after this has ended."""
         if job.kind is JobKind.UPLOAD and not self._keeps_uploads:
             return
         buffer = None
@@ -226,7 +226,7 @@ class DiskSource:
             return None
 
     def _failed(self, what: str, error: OSError) -> None:
-        """Do without the disk for a while."""
+        """Stop reading or writing on the disk for a while."""
         self.counters["io_disk_failed"] += 1
         if now_s() >= self._off_until_s[what]:
             why = error.strerror or type(error).__name__
@@ -240,7 +240,7 @@ class DiskSource:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Write what waits, for a second, and end. Idempotent."""
+        """Write the waiting copies for up to a second, then end. Idempotent."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
         self._closing.set()

@@ -1,11 +1,11 @@
-"""`EncryptedStore`: an object store that encrypts objects, and decrypts them.
+"""`EncryptedStore`: an object store that encrypts and decrypts its objects.
 
 Encrypted bytes pass through memory beside the place: segments are decrypted into the place while
-others arrive. Callers have the keys and lengths of the objects inside. Only a listing has those of
-the encrypted objects, and they may be used like any others.
+others arrive. Callers use the keys and lengths of the objects inside. Only a listing returns those
+of the encrypted objects, and they may be used like any others.
 
-While there are several master keys, an object that is absent under the first one is looked for
-under the others, which costs one request for each.
+While there are several master keys, an object that is absent under the first key is also requested
+under the others, at the cost of one request each.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from s3kv.stores.store import UNREADABLE, ObjectInfo, ObjectStore, Receiver
 from s3kv.stores.traffic import Traffic
 
 MOST_READ_BYTES = 256 * 2**20
-"""Most memory for encrypted objects that are read, per I/O process. Further reads wait."""
+"""Limit on memory for encrypted objects being read, per I/O process. Further reads wait."""
 MOST_WRITTEN_BYTES = 128 * 2**20
-"""The same for those that are written: no read waits for a write, which may be slow or hang."""
+"""The same for objects being written: no read waits for a write, which may be slow or hang."""
 
 
 class EncryptedStore:
@@ -77,7 +77,7 @@ class EncryptedStore:
             return await self._store.put(key, place, if_absent=if_absent)
         async with self._written.lease([encrypted_bytes(place.nbytes)]) as (buffer,):
             for _ in encrypting(forms[0], place, buffer):
-                await asyncio.sleep(0)  # other jobs have their turn
+                await asyncio.sleep(0)  # let other jobs run
             return await self._store.put(forms[0].key, Place.of(buffer), if_absent=if_absent)
 
     async def head(self, key: str) -> ObjectInfo | None:
@@ -130,9 +130,9 @@ class Decryption:
     """Receiver of an encrypted object, or of a range of one, that decrypts it into the place of the
     object inside. Its calls are made in one thread at a time.
 
-    bounds: the bytes of the object inside that are read, as for `encrypted_range`; None: all of it,
-    which is left unread if it is longer than `place`. place: for them.
-    buffer: where the encrypted bytes arrive. receiver: of the bytes inside, if there is one.
+    bounds: the bytes of the object inside to read, as for `encrypted_range`; None: all, and an
+    object longer than `place` is left unread. place: memory for these bytes. buffer: memory for the
+    encrypted bytes. receiver: receiver of the bytes inside, if any.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Decryption:
         """Length of the object inside."""
         self._target: Place | None = None
         self._parts: list[tuple[int, range, range]] = []
-        """The segments to decrypt; the next one is the last."""
+        """The segments to decrypt, in reverse order."""
         self._is_bad = False
 
     def begin(self, nbytes: int) -> Place | None:
@@ -174,8 +174,8 @@ class Decryption:
             self._receiver.arrived(right_to)
 
     def _decrypt(self, arrived_bytes: int) -> int:
-        """Decrypt the segments within the first `arrived_bytes` of the buffer. Returns the bytes in
-        the place that are right; 0 if none has been added."""
+        """Decrypt the segments within the first `arrived_bytes` of the buffer. Returns the number
+        of correct bytes in the place; 0 if none were added."""
         right_to = 0
         while self._parts and self._parts[-1][2].stop <= arrived_bytes and not self._is_bad:
             number, inside, stored = self._parts.pop()
@@ -198,8 +198,8 @@ class Decryption:
         return is_right
 
     def end(self, info: ObjectInfo) -> ObjectInfo:
-        """The metadata of the object inside. All of what is read has arrived, unless `begin` gave
-        no memory, or it was not called."""
+        """The metadata of the object inside. Called after all bytes have arrived, unless `begin`
+        returned no memory or was not called."""
         self._decrypt(len(self._buffer))
         nbytes = decrypted_bytes(info.nbytes)
         if nbytes is None or self._is_bad or self._parts:

@@ -12,9 +12,9 @@ from s3kv.errors import ConfigError
 def started(
     number: int, name: str, initializer: Callable[[], object] | None = None
 ) -> ThreadPoolExecutor:
-    """An executor whose threads all run. Otherwise `submit` starts them: if the system refuses one,
-    it raises but keeps the work, which another thread does later, in memory that has gone to
-    another job. Raises `ConfigError` if the system refuses one now."""
+    """An executor whose threads all run. By default `submit` starts them: if the system refuses
+    one, it raises but keeps the work, which another thread does later, in memory that belongs to
+    another job by then. Raises `ConfigError` if the system refuses a thread now."""
     executor, go = ThreadPoolExecutor(number, name, initializer), threading.Event()
     try:
         for _ in range(number):

@@ -13,9 +13,9 @@ from s3kv.stores.lanes import ended
 T = TypeVar("T")
 
 Claim = Callable[[], bool]
-"""Claim of a read to its place, called once when the object is about to arrive, before the first
-byte is written, in the thread that receives it; does not wait. False: another read has the place,
-so this one must not write, and its result or error is meaningless."""
+"""Claim of a read to its place. Called once, in the receiving thread, when the object is about to
+arrive and before its first byte is written; does not block. False: another read has the place, so
+this one must not write, and its result or error is meaningless."""
 
 
 class Arrival:
@@ -48,8 +48,8 @@ _FIRST_LATE_S = _FACTOR * 0.2
 practices design patterns: optimizing Amazon S3 performance"). Without it, the first prefix of an
 engine would wait for its slowest read."""
 _LAST = 2
-"""Number of reads without a first byte that counts as the last ones. A prefix waits for them alone,
-so they are late earlier."""
+"""Number of reads without a first byte up to which they count as the last ones. A prefix waits only
+for them, so they are late earlier."""
 _LAST_FACTOR = 3.0
 """The last reads are late after three times the median, if that is earlier."""
 _FIRST_LAST_LATE_S = 0.1
@@ -87,7 +87,7 @@ class Lateness:
             self._last_late_s = min(self._late_s, _LAST_FACTOR * ordered[known // 2])
 
     def late_s(self, unanswered: int) -> float:
-        """Time after which a read is late, while so many have no first byte."""
+        """Time after which a read is late, while `unanswered` reads have no first byte."""
         return self._last_late_s if unanswered <= _LAST else self._late_s
 
     def take(self) -> bool:
@@ -99,13 +99,13 @@ class Lateness:
 
 
 class Unanswered:
-    """Reads without a first byte. Tells each of them once when it is late. Belongs to one asyncio
-    loop."""
+    """Reads without a first byte. Notifies each of them once, when it is late. Belongs to one
+    asyncio loop."""
 
     def __init__(self, lateness: Lateness) -> None:
         self._lateness = lateness
         self._sent_s: dict[asyncio.Future[None], float] = {}
-        """When they were sent, oldest first, by the future that is done once the read is late."""
+        """Times at which they were sent, oldest first, by the future that is done once late."""
         self._timer: asyncio.TimerHandle | None = None
 
     def sent(self) -> asyncio.Future[None]:
@@ -122,7 +122,7 @@ class Unanswered:
             self._look()
 
     def _look(self) -> None:
-        """Tell the reads that are late, and look again when the next one is."""
+        """Notify the reads that are late, and schedule the next check for when another is."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -145,20 +145,20 @@ async def hedged(
     and `may_hedge` allows it. Returns the outcome and whether the second request produced it.
 
     Both requests share one place. The first to receive the head of its answer claims it before any
-    byte of the body is written; the other is cancelled then, so that it takes no more of the
-    network. One request's error counts only if the other can no longer succeed.
+    byte of the body is written; the other is then cancelled, to free the network. One request's
+    error counts only if the other can no longer succeed.
     Both have ended when this returns, raises or is cancelled, so nothing writes to the place then.
     """
     loop = asyncio.get_running_loop()
-    # The numbers of the requests that came to claim the place; the first has it. Appended to in the
-    # threads that serve the connections.
+    # Numbers of the requests that called their claim, in order; the first has the place. The
+    # threads that serve the connections append to it.
     claims: list[int] = []
     claimed: asyncio.Future[None] = loop.create_future()
     requests: list[asyncio.Task[T]] = []
     cancelled: set[asyncio.Task[T]] = set()
 
     def cancel(tasks: Iterable[asyncio.Task[T]]) -> None:
-        for task in set(tasks) - cancelled:  # a second time would break off its cleaning up
+        for task in set(tasks) - cancelled:  # a second time would interrupt its cleanup
             cancelled.add(task)
             task.cancel()
 

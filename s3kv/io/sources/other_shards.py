@@ -1,16 +1,16 @@
 """Reading chunks that ranks of another parallel size have stored.
 
-Every rank stores its own shard and asks for it first. Where the namespace has shards of other
-shapes, a chunk that is not there is then looked for in those that cover this rank's heads and
-layers, one set after the other:
+Every rank stores its own shard and requests it first. If that object is absent and the namespace
+has shards of other shapes, the rank then requests those that cover its heads and layers, one set
+after the other:
 
     own object ──not there──▶ first cover ──a shard not there, or bad──▶ next cover ──▶ a miss
         └──▶ hit                  └──all there and verified──▶ rearranged into the slot: a hit
 
-The objects of a cover are read into memory of their own and verified there like any other. The slot
-is written in one go when all of them are there, so a read that breaks off leaves it alone. An
-object of another shape is never replaced from here: that it does not verify may be this rank's
-mistake about its format.
+The objects of a cover are read into separate memory and verified there like any other. The slot is
+written only when all of them have arrived, so an interrupted read leaves it untouched. A rank never
+replaces an object of another shape: if it does not verify, this rank may have the wrong format for
+it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOOK_AGAIN_S = 600.0
 """Time between two listings of the shapes: a fleet of another shape may begin at any time."""
 LOOK_AFTER_ERROR_S = 60.0
 _MOST_SHAPES = 4096
-"""Most keys read. There are as many as ranks in all sizes; anybody who may write can add more."""
+"""Maximum number of keys read. Each rank of every size has one; any writer can add more."""
 
 ShardCover = list[Rearrangement]
 
@@ -76,8 +76,8 @@ class OtherShards:
         self._may_log = once_a_minute(asyncio.get_running_loop().time)
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
-        """Fetch for `Source.fetch`. The job's place is written only once all of it is there."""
-        if self._pages is None or self._shard is None:  # it shares with ranks of no other size
+        """Fetch, for `Source.fetch`. The job's place is written only once all shards are there."""
+        if self._pages is None or self._shard is None:  # ranks of other sizes share nothing with it
             return None
         await self._look()
         end = None
@@ -88,7 +88,7 @@ class OtherShards:
         return end
 
     async def _look(self) -> None:
-        """Know the shapes of the namespace, from a listing that is not too old."""
+        """Update the shapes of the namespace, if the last listing is too old."""
         async with self._looking:
             now_s = asyncio.get_running_loop().time()
             if now_s < self._look_after_s:

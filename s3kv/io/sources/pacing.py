@@ -1,6 +1,6 @@
 """Pacing: limits the requests that run at once, and sends late reads a second time.
 
-Both rules watch every request to the store, below the retries. Decision 16 has measurements.
+Both rules apply to every request to the store, below the retries. Decision 16 has measurements.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 CAPACITY_KEYS = 10_000
-"""Most keys remembered, about 3 MB. A bucket with more bad objects has another problem. The oldest
-keys are forgotten; each costs one more request when it is fetched."""
+"""Maximum number of keys, about 3 MB. A bucket with more bad objects has another problem. The
+oldest keys are forgotten; each costs one more request when it is fetched."""
 BARRED_S = 120.0
-"""Time until the next reading: longer than most causes of damaged answers last, and short enough
-that a chunk in use is not computed again for long."""
+"""Time until the next read: longer than most causes of damaged answers last, and short enough that
+a chunk in use is not recomputed for long."""
 
 
 class Quarantine:
-    """Keys of objects whose last reading did not verify. Pure: times are seconds of one monotonic
+    """Keys of objects whose last read did not verify. Pure: times are seconds of one monotonic
     clock."""
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Quarantine:
         return now_s < self._until_s.get(key, -math.inf)
 
     def holds(self, key: str) -> bool:
-        """Whether the last reading of the object was bad."""
+        """Whether the last read of the object was bad."""
         return key in self._until_s
 
     def bad(self, key: str, now_s: float) -> None:
-        """Note a reading that did not verify."""
+        """Record a read that did not verify."""
         self._until_s.pop(key, None)
         self._until_s[key] = now_s + BARRED_S
         if len(self._until_s) > CAPACITY_KEYS:

@@ -1,15 +1,15 @@
 """Ranged reads: large objects by several GETs at once, each of a range, into one place.
 
 One connection to S3 carries about 90 MB/s, however fast the network is. All ranges are requested at
-once, because waiting for the first answer would take a second first byte. No ETag is known then, so
-`If-Match` cannot keep out an object that is replaced in between. Instead the ETags of the answers
-are compared. Ranges whose ETags differ are never used together: the object is then read whole, like
-a small one. The digests would find a mixture, too, but there are none in the mode "none".
+once, because waiting for the first answer would cost a second first-byte time. No ETag is known at
+that point, so `If-Match` cannot exclude an object that is replaced in between. Instead the ETags of
+the answers are compared. Ranges whose ETags differ are never used together: the object is then read
+whole, like a small one. The digests would also detect a mixture, but the mode "none" has none.
 
-Each range is a request of its own to everything below: to retries, hedging and the window.
+Each range is a separate request to everything below: retries, hedging and the window.
 
-A compressed object is shorter than its format says, by how much is known only from its answers. The
-ranges divide the length of the last such object, and the last range goes on to the end.
+A compressed object is shorter than its format's length, and only its answers show by how much. The
+ranges divide the length of the last such object, and the last range extends to the end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RangedReads:
 
     async def read(self, job: TransferJob) -> Reading:
         """Read and verify an object. It is read whole if it is small, if its length is not known,
-        if no place is free, or if ranges do not give one object.
+        if no place is free, or if the ranges are not of one object.
 
         No request is under way when this ends, however it ends.
         """
@@ -78,8 +78,8 @@ class RangedReads:
         return await self._whole(job) if reading is None else reading
 
     async def _in_ranges(self, job: TransferJob, chunk: ChunkFormat) -> Reading | None:
-        """Read the object in one range more than there are borrowed places. None if there are none,
-        or the ranges are not of one object. It is expected to be as long as the last one."""
+        """Read the object in one range more than there are borrowed places. None without borrowed
+        places, or if the ranges are not of one object. Its expected length is the last one's."""
         known = chunk.coverage, chunk.shard
         nbytes = min(job.nbytes, int(_MARGIN * self._lengths.get(known, job.nbytes)))
         reception = self._receive(job)
@@ -104,7 +104,7 @@ class RangedReads:
                     raise StoreUnranged(f"{job.key} has no ETag to compare its ranges by")
                 if any(not _is_part(info, *pair) for pair in pairs):
                     return None
-                if not reception.is_of(info.nbytes):  # an attempt that failed was of another
+                if not reception.is_of(info.nbytes):  # a failed attempt was of another object
                     return None
                 reason = await reception.check(info.nbytes)
                 if reason is None:

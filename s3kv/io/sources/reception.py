@@ -2,8 +2,8 @@
 
 A plain object fills its place, and is digested on the event loop. A compressed one is shorter. It
 lands at the end of its place, and threads decode it to the front, segment by segment, while the
-rest arrives (`objects.envelope`). Which of the two it is follows from its length, which is known
-before its first byte.
+rest arrives (`objects.envelope`). The length of an object, known before its first byte, shows which
+of the two it is.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Decoder:
     """The threads that decode, the compressed forms of this worker's formats, and the speeds of
     receiving and decoding. Belongs to one asyncio loop.
 
-    clock: in seconds, called in any thread; not that of a loop, which may stand still for a turn.
-    codec: None if there is none. executor: runs the decoding of several objects at once; needed
-    with a codec. seals: whether the place of a compressed object is to have the header of the plain
-    one, too.
+    clock: in seconds, called in any thread; not a loop's, which may stand still for an iteration.
+    codec: None if there is none. executor: decodes several objects at once; needed with a codec.
+    seals: whether the place of a compressed object also receives the header of the plain one.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class Reception:
         self._decoding: Decoding | None = None
         self._gathering: Gathering | None = None
         self._prefix_bytes = 0
-        """The object's bytes before this one have arrived."""
+        """Length of the object's prefix that has arrived."""
         self._behind: dict[int, int] = {}
-        """Ends of the ranges that have arrived behind a gap, by their beginnings."""
+        """Ends of the ranges that have arrived after a gap, by their starts."""
         self._is_decoding = self._is_over = False
         self._future: Future[None] | None = None
         """The last call in a thread."""
@@ -97,7 +96,7 @@ class Reception:
 
     def land(self, nbytes: int, bounds: range | None = None) -> Place | None:
         """The memory for the bytes `bounds` (None: all) of the object, which has `nbytes`. None if
-        others of its bytes are those of an object of another length."""
+        earlier bytes were of an object of another length."""
         job = self._job
         with self._lock:
             if self._nbytes is None:
@@ -121,8 +120,8 @@ class Reception:
             self._wake()
 
     def came(self, bounds: range) -> None:
-        """Note that these bytes of the object are in the place. Ranges may come in any order, each
-        once, and none of an object that is noted by `progress`."""
+        """Record that these bytes of the object are in the place. Ranges may arrive in any order,
+        each once. Not for an object whose arrival `progress` records."""
         if self._decoding is None:
             if self._nbytes == self._job.nbytes and isinstance(self._job.format, ChunkFormat):
                 if self._gathering is None:
@@ -137,7 +136,7 @@ class Reception:
             self._wake()
 
     def _wake(self) -> None:
-        """Have a thread decode, unless one does already. The lock is held."""
+        """Start decoding in a thread, unless one is decoding already. The lock is held."""
         if not self._is_decoding and self._has_work:
             self._is_decoding = True
             self._future = self._decoder.run(self._decode)
@@ -150,7 +149,7 @@ class Reception:
         return decoding.wanted_bytes <= self._prefix_bytes
 
     def _decode(self) -> None:
-        """Decode all that has arrived, in a thread. The next call begins after all of this one."""
+        """Decode all bytes that have arrived, in a thread. Calls do not overlap."""
         decoding, job = self._decoding, self._job
         assert decoding is not None
         begin_s = self._decoder.clock()
@@ -169,8 +168,7 @@ class Reception:
         return nbytes == self._nbytes
 
     async def check(self, nbytes: int) -> Mismatch | None:
-        """Verify the object of `nbytes`, all of whose bytes have arrived, like
-        `ChunkFormat.check`."""
+        """Verify the object of `nbytes`, once all have arrived, as `ChunkFormat.check` does."""
         job, decoder = self._job, self._decoder
         if not self.is_of(nbytes):
             return "encryption" if nbytes == UNREADABLE else "length"

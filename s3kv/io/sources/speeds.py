@@ -1,21 +1,21 @@
-"""Speeds of receiving and decoding, and whether compressing pays with them. Pure.
+"""Speeds of receiving and decoding, and whether compression pays off at them. Pure.
 
-A compressed object takes less time on the wire, and more of the cores. Decoding keeps up with the
-wire where the threads decode faster than the wire delivers, and then costs a hit nothing but the
-last segment. As cores get busy, decoding gets slower by the clock, which is the clock that counts.
+A compressed object takes less time on the wire, and more CPU time. Decoding keeps up with the wire
+where the threads decode faster than the wire delivers, and then costs a hit only the last segment.
+Decoding is measured by wall-clock time, which includes its slowdown while the cores are busy.
 """
 
 from __future__ import annotations
 
 ON_BELOW, OFF_ABOVE = 0.25, 0.35
-"""Speed of the wire as a share of the decoding threads' below which compressing begins, and above
-which it ends. A wire that is nearly as fast as memory is a host's own: receiving from it takes the
-cores that decoding needs."""
+"""Speed of the wire, as a fraction of the decoding threads', below which compression starts, and
+above which it stops. A wire nearly as fast as memory is within the host: receiving from it takes
+the cores that decoding needs."""
 _HALVED_AFTER_BYTES = 2**30
 """Bytes after which older ones count half."""
 _MOST_PERIODS = 32
 _FEWEST_BYTES = 2**25
-"""Bytes below which a speed is not known: a burst may come out of a buffer."""
+"""Minimum number of bytes for a known speed: a burst may come from a buffer."""
 
 
 class _Speed:
@@ -43,10 +43,10 @@ class Speeds:
     def __init__(self) -> None:
         self._wire, self._decoding = _Speed(), _Speed()
         self._receiving_s: list[tuple[float, float]] = []
-        """The last periods of receptions, none of which overlap."""
+        """The last periods of receptions, without overlaps."""
 
     def received(self, nbytes: int, begin_s: float, end_s: float) -> None:
-        """Note an object that arrived meanwhile. Those that arrive at once share their time."""
+        """Record an object that arrived in this period. Concurrent arrivals share its time."""
         end_s = max(begin_s, end_s)  # two threads have read the clock
         alone_s, joined_s = end_s - begin_s, (begin_s, end_s)
         apart: list[tuple[float, float]] = []
@@ -60,7 +60,7 @@ class Speeds:
         self._wire.add(nbytes, alone_s)
 
     def decoded(self, nbytes: int, seconds: float) -> None:
-        """Note an object of so many bytes, decoded, that took a thread so long."""
+        """Record an object of `nbytes` when decoded, which took a thread `seconds`."""
         self._decoding.add(nbytes, seconds)
 
     @property
@@ -75,8 +75,8 @@ class Speeds:
 
 
 def pays(wire: float | None, decoding: float, *, before: bool) -> bool:
-    """Whether compressing pays. wire: its speed; None if it is not known: then it does, because it
-    saves storage in any case. decoding: speed of all threads. before: the last answer, which stands
-    in between the two limits."""
+    """Whether compression pays off. wire: speed of the wire; None if not known: compression then
+    pays off, because it always saves storage. decoding: speed of all threads. before: the last
+    answer, which stands between the two limits."""
     share = 0.0 if wire is None else wire / decoding
     return share < (OFF_ABOVE if before else ON_BELOW)

@@ -1,7 +1,7 @@
 """Staging: bounded memory beside the slab, for bytes that cannot arrive in their slot.
 
-A buffer is used again for the next lease of its length, because new memory costs a page fault for
-every 4 KiB. It holds the bytes of its last lease until then.
+A buffer is reused for the next lease of its length, because new memory costs a page fault for every
+4 KiB. Until then it holds the bytes of its last lease.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 class StagingMemory:
     """Memory of one I/O process, leased first come, first served. Belongs to one asyncio loop.
 
-    most_bytes: bound for all leases together, and for the buffers that it keeps.
+    most_bytes: limit on all leases and kept buffers together.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -28,7 +28,7 @@ class StagingMemory:
     @contextlib.asynccontextmanager
     async def lease(self, lengths: Sequence[int]) -> AsyncIterator[list[memoryview]]:
         """Lease buffers of these lengths during the block; their content is undefined. Waits until
-        all fit at once. A lease beyond the bound is alone. Nothing may use them afterwards."""
+        all fit at once. A lease beyond the limit runs alone. Nothing may use them afterwards."""
         nbytes = sum(lengths)
         async with self._turn:
             while self.leased_bytes and self.leased_bytes + nbytes > self._most_bytes:

@@ -18,7 +18,7 @@ from s3kv.types import Outcome
 Borrowed = tuple[int, Callable[[], None]]
 """Number of borrowed places, and a function that gives back one of them early, if one is left."""
 Borrow = Callable[[int], AbstractContextManager[Borrowed]]
-"""Borrows up to so many places for requests beside the job's own, for a block."""
+"""Borrows up to that many places for requests beside the job's own, during a block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
