@@ -51,7 +51,7 @@ def gc(
     chunks and items, and the manifest and shapes of a namespace that is empty now.
 
     Lists the bucket once, or twice if more than 100,000 objects go (one request for every 1,000
-    objects each time), and sends a HEAD for each object before it deletes 1,000 with one request.
+    objects each time), and sends a HEAD for each object before it deletes 250 with one request.
     """
     if max_bytes is None and older_than is None:
         raise click.UsageError("give --max-bytes, --older-than or both")

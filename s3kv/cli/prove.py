@@ -28,7 +28,6 @@ from s3kv.cli.serve import (
     read_model_config,
     refuse_connectors,
     server_of,
-    sizes,
     with_host_memory,
 )
 from s3kv.config import Config, count
@@ -39,7 +38,7 @@ from s3kv.prove.page import COLUMNS, cells, html
 from s3kv.prove.report import document, margins_text
 from s3kv.stores.lanes import in_lanes
 from s3kv.stores.store import ObjectInfo, ObjectStore
-from s3kv.upkeep.listing import listed
+from s3kv.upkeep.listing import listed, tried
 
 _EPILOG = """\b
 EXIT CODES
@@ -118,7 +117,7 @@ def prove(
     server_of(model)
     given = given_options(options)
     refuse_connectors(given)
-    names, workers = _names(arms), sizes(given)[1]
+    names = _names(arms)
     transfer = (
         _given_connector(connector_json)
         if connector_json is not None
@@ -139,7 +138,8 @@ def prove(
         transfer = proof.with_settings(transfer, **changes)
     logs = Path(tempfile.mkdtemp(prefix="s3kv-prove-"))
     click.echo(f"s3kv: the engines' logs are in {logs}, until all is proven", err=True)
-    argv, size = [f"--model={model}", *options], 2 if workers == 1 else 1
+    ranks = given.get("--tensor-parallel-size", "1")
+    argv, size = [f"--model={model}", *options], 2 if ranks == "1" else 1
     with _cleaned(own):
         plan = proof.RunInputs(argv, transfer, size, logs, longest, prompts, seed)
         facts = _measure(names, plan)
@@ -234,7 +234,7 @@ async def _delete(store: ObjectStore, prefix: str) -> None:
     left = list[str]()
 
     async def erase(lane: int, info: ObjectInfo) -> None:
-        if not await store.erase(info.key):
+        if not await tried(lambda: store.erase(info.key)):
             left.append(info.key)
 
     await in_lanes(_LANES, listed(store, prefix), erase)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -29,14 +30,14 @@ from s3kv.objects.keys import ChunkAddress, Namespace, all_namespaces
 from s3kv.objects.manifest import leaves
 from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
+from s3kv.stores.s3.s3_store import MAX_PUT_BYTES
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
 
-MAX_OBJECT_BYTES = 2**30
-"""Larger than any chunk: the most that an object makes this process allocate, and as much again
-for the decoded form of a compressed one."""
 READERS = 8
-"""Objects read at once; each holds its whole object in memory."""
+"""Objects read at once; each is held in memory, and a compressed one decoded, too."""
+_LARGE_BYTES = 2**30
+"""Larger than most chunks. Of longer objects, one at a time is read."""
 
 Pick = tuple[ChunkAddress, ObjectInfo]
 
@@ -86,7 +87,10 @@ def verify(config: Config, key: str | None, count: int | None, delete: bool, as_
     is in another region.
     """
 
-    async def run(store: ObjectStore) -> Verification:
+    key = key and key.encode(errors="replace").decode()  # a terminal can send any bytes
+    found, has_ended = Verification(), False
+
+    async def run(store: ObjectStore) -> None:
         total = None
         if count is None:
             picks = listing.chunks(store, config.prefix, key)
@@ -97,23 +101,27 @@ def verify(config: Config, key: str | None, count: int | None, delete: bool, as_
             verifier = Verifier(
                 store,
                 config,
+                found,
                 delete=delete,
                 on_object=lambda checked: on_progress("verifying", checked, total),
             )
             await verifier.run(picks)
-        if verifier.found == Verification() and key is None:
+        if found == Verification() and key is None:
             await walk.report_empty(store, config.bucket, config.prefix)
-        return verifier.found
 
-    found = on_bucket(config, run)
-    is_missing = key is not None and found == Verification()
+    try:
+        on_bucket(config, run)
+        has_ended = True
+    finally:
+        is_empty = found == Verification()
+        is_missing = key is not None and is_empty
+        if as_json and (has_ended or not is_empty):
+            print_json(asdict(found))
+        elif not is_empty or (has_ended and not is_missing):
+            _print(found)
     if is_missing:
         start = f"; all begin with {all_namespaces(config.prefix)!r}"
         click.echo(f"s3kv: no chunk has a key that begins with {key!r}{start}", err=True)
-    if as_json:
-        print_json(asdict(found))
-    elif not is_missing:
-        _print(found)
     is_bad = found.damaged or found.unjudged or found.undecoded or is_missing
     raise SystemExit(FOUND if is_bad else 0)
 
@@ -138,22 +146,26 @@ async def sample(
 class Verifier:
     """Verifies objects as an engine with the settings of `config` would. Belongs to one loop.
 
-    delete: delete a damaged object, if it is still the one listed.
+    found: receives the results, also those of a run that breaks off. delete: delete a damaged
+    object, if it is still the one listed.
     """
 
     store: ObjectStore
     config: Config
+    found: Verification
     delete: bool = False
     on_object: Callable[[int], None] = lambda checked: None
-    found: Verification = field(default_factory=Verification, init=False)
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _judging: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _judged: dict[Namespace, bool] = field(default_factory=dict, init=False)
 
     async def run(self, picks: AsyncIterator[Pick]) -> None:
         """Verify the objects. Raises `StoreError`; raises `ConfigError` if the settings need a
         secret that is not there."""
-        await in_lanes(READERS, picks, self._verify)
-        self.found.damaged.sort(key=lambda damage: damage.key)
+        try:
+            await in_lanes(READERS, picks, self._verify)
+        finally:
+            self.found.damaged.sort(key=lambda damage: damage.key)
 
     async def _verify(self, _: int, pick: Pick) -> None:
         address, info = pick
@@ -162,10 +174,11 @@ class Verifier:
             return
         refusal: Mismatch | Literal["gone"] | None = "algorithm"
         if await self._can_judge(address.namespace):
-            refusal = await self._refusal(address, info)
-            if refusal not in (None, "gone", "algorithm", "codec"):
+            async with self._reading if info.nbytes > _LARGE_BYTES else nullcontext():
                 refusal = await self._refusal(address, info)
-                self.found.misread += refusal is None
+                if refusal not in (None, "gone", "algorithm", "codec"):
+                    refusal = await self._refusal(address, info)
+                    self.found.misread += refusal is None
         if refusal == "algorithm":
             digest = address.namespace.digest
             self.found.unjudged[digest] = self.found.unjudged.get(digest, 0) + 1
@@ -187,7 +200,7 @@ class Verifier:
         self, address: ChunkAddress, info: ObjectInfo
     ) -> Mismatch | Literal["gone"] | None:
         """The reason why a listed object is not valid; "gone": deleted or replaced since."""
-        if info.nbytes > MAX_OBJECT_BYTES:
+        if info.nbytes > MAX_PUT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))
         came = await listing.tried(lambda: self.store.get_into(info.key, Place.of(buffer)))
@@ -218,7 +231,7 @@ def refusal_of(config: Config, address: ChunkAddress, buffer: memoryview) -> Mis
     integrity = Integrity.of(config)
     try:
         header = read_header(buffer)
-        if sum(tensor.nbytes for tensor in header.tensors) > MAX_OBJECT_BYTES:
+        if sum(tensor.nbytes for tensor in header.tensors) > MAX_PUT_BYTES:
             return "length"
         expected = ChunkFormat(
             address.namespace.digest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -122,6 +123,7 @@ async def count(
         objects += 1
         if objects % _REPORT_EVERY == 0:
             on_progress("counting", objects, None)
+            await asyncio.sleep(0)  # a disk is listed without a pause, and Ctrl-C needs one
         counted.setdefault(namespace, NamespaceContent(namespace)).add(info, now_s)
     return sorted(counted.values(), key=lambda one: (-one.nbytes, one.namespace.digest))
 

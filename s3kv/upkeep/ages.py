@@ -75,7 +75,7 @@ class Ages:
         return Cut(second)
 
     def taken(self, cut: Cut) -> int:
-        """Approximate bytes that the cut evicts: it may take one object more within its `width`."""
+        """Approximate bytes that the cut evicts: within its `width` it may take more."""
         before = sum(nbytes for at, nbytes in self._bytes.items() if at < cut.second)
         return before + min(max(cut.nbytes, 0), self._bytes.get(cut.second, 0))
 

@@ -212,8 +212,8 @@ class Cleaner:
         pauses_s = [self.idle_s / _SWEEPS_PER_IDLE] if self.idle_s else []
         if self.max_bytes and self._left_bytes is None:
             pauses_s.append(SWEEP_MIN_S)
-        elif self._left_bytes is not None and found_bytes > self._left_bytes:
-            per_s = (found_bytes - self._left_bytes) / max(1.0, self.clock() - self._left_s)
+        elif self.max_bytes and found_bytes > (left_bytes := self._left_bytes or 0):
+            per_s = (found_bytes - left_bytes) / max(1.0, self.clock() - self._left_s)
             pauses_s.append((1 - LEFT) * self.max_bytes / per_s)
         return min(SWEEP_MAX_S, max(SWEEP_MIN_S, min(pauses_s, default=SWEEP_MAX_S)))
 

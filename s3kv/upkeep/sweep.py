@@ -131,7 +131,7 @@ class Sweep:
                 batch.clear()
         await self._delete(batch)
         for namespace, signs in self._signs.items():
-            if max(sign.modified_s for sign in signs) < cut.second + 1:
+            if self.max_bytes == 0 or max(s.modified_s for s in signs) < cut.second + 1:
                 await self._delete_signs(namespace, signs)
 
     async def _survey(self) -> Cut:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lab.memory_store import MemoryStore
 from s3kv.cli import prove
 from s3kv.cli.app import cli
-from s3kv.errors import StoreDenied
+from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.prove import arms as proof
 from s3kv.prove.arms import ArmFailed, RunInputs
 from s3kv.prove.judge import ArmAnswer, ArmFacts
@@ -48,14 +49,15 @@ def arms(monkeypatch: pytest.MonkeyPatch, boto: Any) -> dict[str, Any]:
 
 def test_a_proof_is_shown_written_and_leaves_nothing(run: Run, boto: Any, tmp_path: Path) -> None:
     files = [tmp_path / "report.json", tmp_path / "report.html"]
-    options = ["--json", str(files[0]), "--html", str(files[1]), "--max-model-len", "2048"]
+    options = ["--json", str(files[0]), "--html", str(files[1]), "-pp", "2"]
     done = run("prove", "m", *options, "--arms", "restart", "--seed", "7")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0].startswith("PROVEN: 1 answers are the same as restart")
     assert json.loads(files[0].read_text())["seed"] == 7
     assert "PROVEN" in files[1].read_text()
     assert left(boto) == set()
-    assert list(PLANS[0].argv) == ["--model=m", "--max-model-len", "2048"]
+    assert list(PLANS[0].argv) == ["--model=m", "-pp", "2"]
+    assert PLANS[0].other_size == 2
     settings = proof.settings_of(PLANS[0].connector)
     assert settings["prefix"].startswith("s3kv/prove/")
 
@@ -98,6 +100,13 @@ def test_a_report_that_cannot_be_written_costs_no_verdict(run: Run, tmp_path: Pa
     assert "the report cannot be written: [Errno 2]" in done.stderr
     assert "disk_path was left out" in (tmp_path / "report.html").read_text()
     assert proof.settings_of(PLANS[0].connector)["disk_path"] is None
+
+
+async def test_a_deletion_that_fails_is_tried_again() -> None:
+    store = MemoryStore(errors={"erase": [StoreUnavailable("busy")]})
+    store.hold("p/1", b"")
+    await prove._delete(store, "p/")
+    assert store.asked["erase"] == 2
 
 
 def test_undeletable_objects_cost_no_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

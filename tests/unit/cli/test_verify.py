@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lab.memory_store import MemoryStore
-from s3kv.cli.verify import Verifier, sample
+from s3kv.cli.verify import Verification, Verifier, sample
 from s3kv.config import Config
+from s3kv.errors import StoreDenied
 from s3kv.objects import compression
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.encryption import MasterKey
@@ -20,6 +23,7 @@ from s3kv.objects.keys import ChunkAddress, Namespace, canonical_json, fingerpri
 from s3kv.place import Place
 from s3kv.stores.store import Receiver
 from s3kv.types import ChunkKey, TensorSpec
+from s3kv.upkeep import listing
 from tests.system.forms import flipped
 from tests.unit.cli.conftest import SHARD, Run, block_hash, chunk, left, put
 
@@ -95,6 +99,23 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
     assert run("verify").exit_code == 0
 
 
+def test_a_run_that_breaks_off_reports_its_deletions(
+    run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(boto, dict.fromkeys(range(20), b"bad"))
+    chunks = listing.chunks
+
+    async def some(*arguments: Any) -> AsyncIterator[Any]:
+        async for pick in chunks(*arguments):
+            yield pick
+        raise StoreDenied("no more")
+
+    monkeypatch.setattr(listing, "chunks", some)
+    deleted = {one["key"] for one in verified(run, "--delete", code=3)["damaged"]}
+    assert deleted
+    assert deleted.isdisjoint(left(boto))
+
+
 def test_compressed_objects(run: Run, boto: Any) -> None:
     bad = {2: flipped(compressed(2)), 4: compressed(5), 6: compressed(6)[:-1]}
     fill(boto, {number: compressed(number) for number in range(8)} | bad)
@@ -163,6 +184,7 @@ def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
     result = run("verify", key(99))
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"that begins with '{key(99)}'; all begin with 's3kv/v3/'" in result.stderr
+    assert "begins with 's3kv/?'" in run("verify", "s3kv/\udcff").stderr
 
 
 @pytest.mark.parametrize(
@@ -249,9 +271,10 @@ async def test_what_is_right_when_read_again_is_not_damaged() -> None:
     store = Misreading()
     for number in range(5):
         await store.put(key(number), Place.of(sealed(number)), if_absent=True)
-    verifier = Verifier(store, Config(bucket="bkt"), delete=True)
+    verifier = Verifier(store, Config(bucket="bkt"), Verification(), delete=True)
     picks = await sample(store, "s3kv", 10, random.Random(0))
     await store.delete(key(2))
+    picks[2] = (picks[2][0], replace(picks[2][1], nbytes=2**30 + 1))  # large, and not damaged
 
     async def given() -> Any:
         for pick in picks:

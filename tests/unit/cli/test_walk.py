@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from lab.memory_store import MemoryStore
@@ -12,6 +14,7 @@ from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
+from s3kv.types import ChunkKey
 
 
 async def test_a_beginning_where_there_is_no_namespace() -> None:
@@ -45,6 +48,17 @@ def test_ages(age_s: float, name: str) -> None:
     content = NamespaceContent(Namespace("s3kv", "a" * 32))
     content.add(ObjectInfo("key", 7, 1e9 - age_s), 1e9)
     assert {n: b for n, b in content.bytes_by_age.items() if b} == {name: 7}
+
+
+async def test_a_count_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "_REPORT_EVERY", 1)
+    store = MemoryStore()
+    store.hold(Namespace("s3kv", "a" * 32).chunk(ChunkKey(0, bytes(32)), "whole"), b"x")
+    counting = asyncio.ensure_future(
+        walk.count(store, "s3kv", [], 0.0, on_progress=lambda *_: counting.cancel())
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await counting
 
 
 class OnlyUnderThePrefix(MemoryStore):

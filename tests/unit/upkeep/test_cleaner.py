@@ -249,6 +249,7 @@ def test_what_is_not_used_for_long_goes(fleet: Fleet) -> None:
     oldest_s = max(fleet.bucket.age_s(key) for key in fleet.bucket._objects if key in fleet.bucket)
     assert HOUR_S / 2 < oldest_s < HOUR_S * 1.2
     assert min(age_s for age_s, _ in fleet.bucket.deleted) > HOUR_S
+    assert 50 < max(engine.cleaner.sweeps for engine in fleet.engines) <= 61
 
 
 def test_nothing_young_goes_though_the_budget_is_exceeded(fleet: Fleet) -> None:
