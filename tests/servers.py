@@ -34,10 +34,8 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """The URL of a fresh S3 with one empty bucket, `BUCKET`, for as long as the block lasts.
-
-    moto's buckets belong to the process and outlive its servers, so a new server empties them.
-    """
+    """The URL of a fresh S3 with one empty bucket, `BUCKET`, for as long as the block lasts. A new
+    server empties moto's buckets, which belong to the process and outlive their servers."""
     for account in backends.get_backend("s3").values():
         for backend in account.values():
             backend.reset()
@@ -141,10 +139,8 @@ def forget_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def real_server() -> tuple[str, str, dict[str, str]] | None:
-    """(endpoint URL, bucket, credentials) of a real S3 server, when the environment names one.
-
-    S3KV_TEST_ENDPOINT and S3KV_TEST_BUCKET, with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
-    """
+    """(endpoint URL, bucket, credentials) of a real S3 server, if the environment names one: in
+    S3KV_TEST_ENDPOINT, S3KV_TEST_BUCKET, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
     url = os.environ.get("S3KV_TEST_ENDPOINT")
     if url is None:
         return None
@@ -159,9 +155,7 @@ async def scripted_server(
     *handlers: Handler, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
     """The port of a server whose n-th connection is served by the n-th handler, then the last.
-
-    A connection is closed when its handler returns; handlers may run into its end.
-    """
+    A connection is closed when its handler returns; handlers may run into its end."""
     serving: list[asyncio.Task[None]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -248,8 +242,7 @@ class Canned:
 async def canned(
     answer: bytes | Callable[[str, bytes], bytes | None], *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Canned]:
-    """A server that answers each request with `answer`, or with its result for a head and a body;
-    None ends the connection."""
+    """A server that answers with `answer`, or its result for a head and a body; None hangs up."""
     server = Canned()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

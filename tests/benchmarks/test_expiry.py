@@ -15,8 +15,7 @@ CHATS, REQUESTS, REPLICAS, ROOM = 400, 3_000, 4, 2_000
 
 
 def traffic(seed: int) -> list[list[bytes]]:
-    """The chunks of each request: chats that grow, of which some are far more popular than others,
-    behind one system prompt."""
+    """The chunks of each request: growing chats, some far more popular, after one system prompt."""
     rng = random.Random(seed)
     chats: list[list[bytes]] = [[b"0"] for _ in range(CHATS)]
     asked = []

@@ -193,8 +193,7 @@ def test_arrivals_are_spread_and_chats_stay_where_they_are(path: Path) -> None:
 
 
 def test_a_trace_out_of_order_is_refused(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(reversed(lines)))
+    path.write_text("\n".join(reversed(path.read_text().splitlines())))
     with pytest.raises(ValueError, match="sort the trace"):
         load(path)
 
@@ -234,5 +233,4 @@ def test_percentiles_by_nearest_rank() -> None:
 
 
 def test_a_request_without_a_second_chunk_has_no_session() -> None:
-    lone = Arrival(7, 0.0, 100, 1, (), -7)
-    assert 0 <= lone.engine(8, "session") < 8
+    assert 0 <= Arrival(7, 0.0, 100, 1, (), -7).engine(8, "session") < 8

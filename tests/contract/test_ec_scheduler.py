@@ -92,8 +92,7 @@ def test_a_promised_item_is_loaded_even_if_everything_else_breaks(
     side.allocated(one, 0)
     assert side.broken == "_allocated"
     assert side.has(HASH), "an answer of this pass holds to its end"
-    plan = side.plan(output())
-    assert [load.identifier for load in plan.loads] == [HASH]
+    assert [load.identifier for load in side.plan(output()).loads] == [HASH]
     assert not side.has(HASH)
     assert side.plan(output()).loads == ()
     assert side.ensure(request("s", feature("cd" * 32)), 0)
@@ -176,8 +175,7 @@ def test_an_item_in_use_and_gone_from_the_bucket_is_uploaded_again(side: ECSched
     """From the scheduler's memory, by the header that was verified there."""
     slab = Slab.create(2**22)
     client = connect(side, slab)
-    one = request("r", feature(length=100))
-    assert not side.ensure(one, 0)
+    assert not side.ensure(request("r", feature(length=100)), 0)
     (order,) = side.planner.take_fetches()
     nbytes = object_bytes("BF16", 100, WIDTH)
     layout = ItemFormat("0" * 32, "BF16", ItemShape(100, nbytes))

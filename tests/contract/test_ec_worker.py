@@ -111,8 +111,7 @@ def test_an_output_of_the_plan_is_saved_and_reported(make: Make) -> None:
     report = encode(side, output())
     assert report is not None
     assert outbox.sent == [(KEY, Span(0, NBYTES), ItemShape(ROWS, NBYTES))]
-    payload = bytes(outbox.view[HEADER_BYTES:NBYTES])
-    assert payload == output().view(torch.uint8).numpy().tobytes()
+    assert bytes(outbox.view[HEADER_BYTES:NBYTES]) == output().view(torch.uint8).numpy().tobytes()
     assert [*report.uploaded] == [KEY]
     assert report.counters == {"encoded": 1, "encoded_rows": ROWS, "upload_ok": 1}
     assert report.encoded_rows == ROWS

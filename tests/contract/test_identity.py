@@ -246,8 +246,7 @@ def test_no_field_is_left_out_of_the_list_above(engine: Engine) -> None:
     """Whatever is added to a fingerprint has to be added there."""
     tried = {field for field, _, _ in CHANGES} | {field for field, _, _ in TOGETHER}
     whole_sections = {"speculative", "multimodal", "lora", "processor", "diffusion"}
-    there = set(leaves(engine.fingerprint()))
-    assert there - whole_sections <= tried
+    assert set(leaves(engine.fingerprint())) - whole_sections <= tried
     assert whole_sections <= {field.partition(".")[0] for field in tried}
 
 
@@ -387,8 +386,7 @@ def test_other_states_are_another_namespace_of_a_tier(
     draft(1)(engine)
     before = engine.offload_fingerprint()
     change(engine)
-    after = engine.offload_fingerprint()
-    assert (after != before) is has_states
+    assert (engine.offload_fingerprint() != before) is has_states
 
 
 def test_another_order_of_tokens_on_ranks_is_another_namespace_of_a_tier(engine: Engine) -> None:

@@ -139,8 +139,7 @@ def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
     latent, states = coverages(cache, 128)
     assert (latent.kind, latent.members) == (FullAttention(), (3,))
     assert states.members == (0, 1, 2)
-    interval = 4 * 3 * 4 * (3 * 384 + 4 * 32 * 32) // (4 * 576)
-    assert states.kind == States(interval_tokens=interval)
+    assert states.kind == States(interval_tokens=4 * 3 * 4 * (3 * 384 + 4 * 32 * 32) // (4 * 576))
     cache.kv_tp_replicas = grouping_module().kv_cache_groups_tp_replicas(cache.kv_cache_groups, 2)
     assert equal_ranks(keeps_states, cache, 2) == 1
 
@@ -217,8 +216,7 @@ def test_windows_that_vllm_keeps_longer_or_with_eagle_are_refused(tiny_config: A
 
 
 def test_groups_that_need_the_same_positions_share_their_objects() -> None:
-    specs = (WINDOW, OTHER_WINDOW, WINDOW, FULL, LOCAL, FULL)
-    joined = coverages(groups(*specs), 256)
+    joined = coverages(groups(WINDOW, OTHER_WINDOW, WINDOW, FULL, LOCAL, FULL), 256)
     assert [(c.number, c.kind, c.members) for c in joined] == [
         (0, FullAttention(), (3, 5)),
         (1, SlidingWindow(64), (0, 2)),

@@ -128,8 +128,7 @@ def test_every_place_that_a_row_names_is_there_and_is_tried(engine: Engine) -> N
 
 
 def test_a_setting_is_in_the_fingerprint_where_its_row_says_so(engine: Engine) -> None:
-    """Those that stand there under their own name; the others are in test_identity.py. They are in
-    a tier's, too."""
+    """Those under their own name, also a tier's; the others are in test_identity.py."""
     count = 0
     before, tiers = leaves(engine.fingerprint()), engine.offload_fingerprint()
     for row in CONFIG:

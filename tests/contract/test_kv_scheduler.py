@@ -383,8 +383,7 @@ def test_an_object_has_room_for_its_longest_shard() -> None:
     table = scheduler.planner.ledger.table
     assert table.count == 64
     for group, pages in ((0, 3), (1, 4)):
-        reservation = table.reserve(ChunkKey(group, b"k" * 32))
-        assert reservation.entry.units == pages
+        assert table.reserve(ChunkKey(group, b"k" * 32)).entry.units == pages
 
 
 ADAPTER = LoRARequest("a", 1, "/nowhere")

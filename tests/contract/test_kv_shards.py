@@ -144,8 +144,7 @@ def test_ranks_read_of_others_what_vllm_says_they_hold(
         made = Place.of(bytearray(reader.form.object_bytes), reader.form.header_bytes)
         for part, shard in zip(found, cover, strict=True):
             assert part.format == stored[shard].form
-            source = Place.of(stored[shard].object(pages), part.format.header_bytes)
-            part.apply(source, made)
+            part.apply(Place.of(stored[shard].object(pages), part.format.header_bytes), made)
         assert bytes(made) == reader.object(pages)
 
 
@@ -165,8 +164,7 @@ class Engine:
         self.cache.kv_cache_layout = {"HNC": "LBHNC", "NHC": "LBNHC"}[order]
 
     def layouts(self, rank: int) -> dict[int, PageLayout]:
-        layers = Shard.parse(self.shards[rank]).layers
-        names = [f"model.layers.{number}.attn" for number in layers]
+        names = [f"model.layers.{number}.attn" for number in Shard.parse(self.shards[rank]).layers]
         return {0: layout_of(dict.fromkeys(names, self.spec), self.order)}
 
     def pages(self, rank: int = 0) -> Pages | None:
@@ -174,8 +172,7 @@ class Engine:
 
     def identity(self, rank: int = 0, *, shares: bool = True) -> dict[str, Any]:
         config = Config(bucket="bkt", chunk_tokens=CHUNK_BLOCKS * BLOCK_TOKENS, share_ranks=shares)
-        sizes = geometry(config, self.vllm, self.cache)
-        side = WorkerSide(config, self.vllm, self.cache, sizes)
+        side = WorkerSide(config, self.vllm, self.cache, geometry(config, self.vllm, self.cache))
         pages = self.pages(rank) if shares else None
         return side._identity(self.layouts(rank), pages, self.shards[rank])
 
@@ -293,5 +290,4 @@ def test_stages_stay_apart_where_another_stages_layers_are_not_known(sized: Any)
     """With several groups of layers, the namespace keeps the stages and loses the tensor size."""
     engine = sized(2)
     layouts = {0: engine.layouts(0)[0], 1: engine.layouts(0)[0]}
-    pages = shared_pages(engine.vllm, engine.cache, layouts, engine.shards[0])
-    assert pages == Pages("HNC", "")
+    assert shared_pages(engine.vllm, engine.cache, layouts, engine.shards[0]) == Pages("HNC", "")

@@ -55,8 +55,7 @@ def calls(rank: Mock) -> list[str]:
 def side(vllm_config: Any, rank: Any = None) -> WorkerSide:
     """A worker's side that has not registered."""
     config, cache = Config(bucket="bkt"), groups(FULL)
-    sizes = geometry(config, vllm_config, cache)
-    worker = WorkerSide(config, vllm_config, cache, sizes)
+    worker = WorkerSide(config, vllm_config, cache, geometry(config, vllm_config, cache))
     worker._rank = rank
     return worker
 
@@ -90,8 +89,7 @@ def test_a_handshake_that_vllm_does_not_request_is_in_the_first_report(
     registered: tuple[WorkerSide, Mock],
 ) -> None:
     worker, _ = registered
-    first = worker.report()
-    assert [handshake.known for handshake in first.handshakes] == [True]
+    assert [handshake.known for handshake in worker.report().handshakes] == [True]
     assert worker.report() is None
 
 

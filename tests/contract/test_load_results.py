@@ -92,8 +92,7 @@ def steps(tiny_config: Any) -> Steps:
 
 
 def test_every_load_ends_once_and_a_failed_one_as_failed(steps: Steps) -> None:
-    plan = StepPlan(loads=(load("good", 1, 2), load("bad", 3, 4)))
-    assert steps.step(plan) == (set(), set())
+    assert steps.step(StepPlan(loads=(load("good", 1, 2), load("bad", 3, 4)))) == (set(), set())
     steps.rank.ends = {"good": True, "bad": False}
     assert steps.step() == ({"good", "bad"}, {"bad"})
     assert steps.step() == (set(), set())
@@ -130,8 +129,7 @@ def test_a_step_that_fails_saves_nothing_and_loses_no_report(
             kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
         )
         steps.connector.handle_preemptions(metadata)
-        hooks = first_runner.KVConnectorModelRunnerMixin._get_kv_connector_output
-        with hooks(output) as answer:
+        with first_runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as answer:
             if error is not None:
                 raise error
         return answer
@@ -181,8 +179,7 @@ def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
         )
         outputs = [ModelRunnerOutput([], {}), ModelRunnerOutput([], {})]
         outputs[rank].kv_connector_output = told
-        folded = ranks.aggregate(outputs, 0)
-        scheduler.on_output(folded.kv_connector_output)
+        scheduler.on_output(ranks.aggregate(outputs, 0).kv_connector_output)
     assert scheduler.planner.counters["loads_failed"] == 1
     assert scheduler.lookup(subject, 0) == (0, False), "the answer is a miss by now"
     assert scheduler.broken is None

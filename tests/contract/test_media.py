@@ -134,8 +134,7 @@ def test_a_digest_is_of_every_byte_and_is_made_once() -> None:
 
     def digest(**values: Any) -> bytes | None:
         position = PlaceholderRange(0, 4)
-        item = kwargs_item(**values)
-        return digests.of(MultiModalFeatureSpec(item, "image", "n", position, "n"))
+        return digests.of(MultiModalFeatureSpec(kwargs_item(**values), "image", "n", position, "n"))
 
     flat = torch.arange(8.0)
     different = [

@@ -34,8 +34,7 @@ class Exported:
         return {k: partial(k, registry=self.registry) for k in (Counter, Gauge, Histogram)}
 
     def __call__(self, name: str, **labels: str) -> float | None:
-        everywhere = {"engine": "0"}
-        return self.registry.get_sample_value(f"vllm:s3kv_{name}", everywhere | labels)
+        return self.registry.get_sample_value(f"vllm:s3kv_{name}", {"engine": "0"} | labels)
 
 
 @pytest.fixture
@@ -76,8 +75,7 @@ def engine_step(ranks: list[Any], of_scheduler: Any) -> Any:
 def sent(stats: Any) -> dict[str, Any]:
     """From the engine's process to the server's, through vLLM's own encoder."""
     outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.to_dict()))
-    frames = MsgpackEncoder().encode(outputs)
-    received = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs))
     data = received.scheduler_stats.kv_connector_stats
     assert isinstance(data, dict)
     return data
@@ -122,8 +120,7 @@ def test_beside_other_connectors(exported: Exported, times: int) -> None:
         parent: Any = SimpleNamespace(_connectors=[*children, silent])
         return MultiConnector.get_kv_connector_stats(parent)
 
-    step = engine_step([multi(rank()), multi(rank())], multi(scheduler()))
-    data = sent(step)
+    data = sent(engine_step([multi(rank()), multi(rank())], multi(scheduler())))
     metrics.observe(data)
     assert exported("fetch_ok_total") == 6 * times
     assert exported("fetch_seconds_count") == 6 * times

@@ -51,8 +51,7 @@ def life(seed: int, vllm_config: Any, patch: Patch) -> Counter[str]:
     patch.setattr(rng, "token_bytes", rng.randbytes, raising=False)
     patch.setattr(scheduler, "make_offload_key", lambda *of: Key(make_offload_key(*of)))
     ranks, specs = rng.choice([1, 2]), draw_groups(rng)
-    whole = all(spec in (FULL, STATES) for spec in specs)
-    chunk_blocks = rng.choice([1, 2] if whole else [1])
+    chunk_blocks = rng.choice([1, 2] if all(spec in (FULL, STATES) for spec in specs) else [1])
     for resets in (0.0, rng.choice([0.0, 0.02])):
         blocks = rng.choice([8, 12, 20])
         engine = OffloadingEngine(

@@ -42,8 +42,7 @@ def test_no_option_of_ours_hides_one_of_vllm(known: set[str]) -> None:
 
 
 def test_the_platform_is_vllms() -> None:
-    devices = current_platform.is_cuda_alike() or current_platform.is_xpu()
-    assert serve.runs_on_gpus() == devices
+    assert serve.runs_on_gpus() == (current_platform.is_cuda_alike() or current_platform.is_xpu())
 
 
 def test_the_table_of_models_is_vllms() -> None:

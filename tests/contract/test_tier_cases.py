@@ -59,8 +59,7 @@ def start(directory: Path, s3kv: Entry) -> Iterator[Start]:
     started: list[Offloading] = []
 
     def one(*tiers: Entry, **more: Any) -> Offloading:
-        model = models.build(directory, models.TINY)
-        started.append(Offloading(model, *(tiers or [s3kv]), **more))
+        started.append(Offloading(models.build(directory, models.TINY), *(tiers or [s3kv]), **more))
         return started[-1]
 
     yield one

@@ -81,8 +81,7 @@ def test_every_rank_on_this_host_counts(
     ],
 )
 def test_encoder_outputs_take_memory_once_in_an_engine(plan: Plan, role: str, here: Any) -> None:
-    both = plan((4, 1, 3), FOUR, SETTINGS, SETTINGS, ec_role=role)
-    assert both == ((4, 16 * GIB, KV), *here)
+    assert plan((4, 1, 3), FOUR, SETTINGS, SETTINGS, ec_role=role) == ((4, 16 * GIB, KV), *here)
     assert plan((4, 1, 3), FOUR, ec=SETTINGS, ec_role=role) == here
 
 

@@ -70,8 +70,7 @@ class Engine:
 
 class SlowGpu:
     """A GPU on which the copier comes to the pages late: long after the engine, if nothing holds
-    that back. On a simulated one not before `go_on`.
-    """
+    that back. On a simulated one not before `go_on`."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

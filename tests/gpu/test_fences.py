@@ -49,8 +49,7 @@ def test_pages_come_back_although_the_engine_rewrites_them(
     device: Device, order: str, ratio: int
 ) -> None:
     """Every step writes all memory, saves a chunk of it, and is over for the next at its fence; the
-    host waits for nothing. Then all chunks come back at once, while the engine writes between them.
-    """
+    host never waits. Then all chunks come back at once, while the engine writes between them."""
     draw = random.Random(f"{order} {ratio} {device.seed}")
     with rig(device, some_shape(order, ratio, draw), STEPS) as r:
         caches = r.caches

@@ -103,8 +103,7 @@ def test_a_save_and_another_stream_see_what_was_launched_before(kind: str) -> No
             p.blocks.save(1, 3, block, p.stream(), p.saved.append)
             p.blocks.release(block, p.stream())
         with engine.on(second):
-            again = p.blocks.acquire(key(7), p.stream())
-            assert again == block
+            assert p.blocks.acquire(key(7), p.stream()) == block
             seen = p.memory[block].clone()
         p.finish()
         p.device.synchronize()
@@ -145,8 +144,7 @@ def test_a_block_is_not_computed_into_before_its_readers_are_done(kind: str) -> 
             seen = p.memory[block].clone()
             p.blocks.release(block, p.stream())
         with engine.on(writer):
-            taken = p.blocks.take(p.stream())
-            assert taken == block
+            assert p.blocks.take(p.stream()) == block
             p.memory[block] = 2.0
         p.device.synchronize()
         assert set(seen.flatten().tolist()) == {1.0}

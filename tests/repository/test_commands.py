@@ -52,8 +52,7 @@ DIFFERENCES = {
 
 
 def shown(document: str) -> list[str]:
-    """The commands on indented lines and in fences of bash, with their comments. A quote that is
-    open goes on."""
+    """Commands on indented lines and in fences of bash, with comments. An open quote goes on."""
     text = (ROOT / document).read_text()
     fence = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
     text = fence.sub(lambda match: indent(match[1], "    "), text)

@@ -23,8 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("packaging")]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What the command prints. Nothing of the checkout is importable: neither by PYTHONPATH nor
-    by the folder it runs in."""
+    """What the command prints. Neither PYTHONPATH nor its folder makes the checkout importable."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True,

@@ -78,9 +78,7 @@ def _rows(group: str, names: str, where: str, why: str) -> Iterator[Row]:
 
 def wrong(package: Path, version: str) -> list[str]:
     """What the tables say of one version of vLLM and its sources do not, and the other way round.
-
-    package: the directory that has vLLM's `config` and `envs.py`.
-    """
+    package: the directory that has vLLM's `config` and `envs.py`."""
     there = {f"config.toml: {name}" for name in config_fields(package)}
     there |= {f"requests.toml: {name}" for name in request_fields(package)}
     there |= {f"environment.toml: {name}" for name in environment_variables(package)}

@@ -30,8 +30,7 @@ def test_every_part_has_its_turn_and_its_results(tmp_path: Path) -> None:
         Part("good", ("-c", write, "{out}/good.txt"), (), 250.0, files=("good.txt",)),
         part("told", "print('{}')", stdout="told.json"),
     ]
-    stages = [[part] for part in chain]
-    assert not run("first", stages, tmp_path, os.environ, rehearse=False)
+    assert not run("first", [[part] for part in chain], tmp_path, os.environ, rehearse=False)
     assert ends(tmp_path) == {"bad": "failed with 3", "good": "ok", "told": "ok"}
     assert (tmp_path / "good.txt").read_text() == "x"
     assert (tmp_path / "told.json").read_text() == "{}\n"
@@ -71,8 +70,7 @@ def test_a_part_out_of_time_says_where_it_is_and_leaves_nothing(tmp_path: Path) 
         "def it_hangs_here(): open('{out}/hangs', 'w'); time.sleep(1000)\n"
         "it_hangs_here()"
     )
-    hanging = part("hangs", program, timeout_s=0.5, stdout="pid")
-    stages = [[hanging], [part("next", "pass")]]
+    stages = [[part("hangs", program, timeout_s=0.5, stdout="pid")], [part("next", "pass")]]
     assert not run("first", stages, tmp_path, os.environ, rehearse=False)
     assert ends(tmp_path) == {"hangs": "not over in 0.5 s", "next": "ok"}
     assert "it_hangs_here" in (tmp_path / "first.log").read_text()

@@ -148,8 +148,7 @@ def test_each_rings_for_encoder_outputs_beside_a_sound_kv_cache(tmp_path: Path, 
 
 
 def test_every_alarm_has_a_case_and_a_place_in_the_guide() -> None:
-    names = [rule["alert"] for rule in GROUP]
-    assert sorted(names) == sorted(ILL)
+    assert sorted(rule["alert"] for rule in GROUP) == sorted(ILL)
     guide = (ROOT / "docs/operating.md").read_text()
     assert "### Alarms\n" in guide
     for rule in GROUP:

@@ -63,8 +63,7 @@ def inside(buildah: Buildah, container: str, *command: str) -> str:
 def test_the_command_line_runs_in_the_image_as_its_user(buildah: Buildah, container: str) -> None:
     assert inside(buildah, container, "id", "-u").strip() == "2000"
     assert s3kv.__version__ in inside(buildah, container, "s3kv", "--version")
-    told = inside(buildah, container, "s3kv", "config", "--bucket", "my-kv-cache")
-    assert "my-kv-cache" in told
+    assert "my-kv-cache" in inside(buildah, container, "s3kv", "config", "--bucket", "my-kv-cache")
 
 
 def test_the_engine_would_find_the_plugin(buildah: Buildah, container: str) -> None:

@@ -54,8 +54,7 @@ class FamilyCase(Protocol):
 def family_params(
     cases: Iterable[FamilyCase], *, default: Collection[str] = (), long: Collection[str] = ()
 ) -> list[Any]:
-    """The parameters of a test with one case for each family. A family that neither `default` nor
-    `long` names is tested at night."""
+    """A case for each family; one that neither `default` nor `long` names is tested at night."""
     found = []
     for case in cases:
         marks = [_NEEDS[case.name]] if case.name in _NEEDS else []
@@ -238,9 +237,7 @@ def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:
 @pytest.fixture
 def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
     """A kv_transfer_config for `bucket`; change `kv_connector_extra_config` as the test needs.
-
-    The engine also needs `env=s3.env`, which `serve` gives it.
-    """
+    The engine also needs `env=s3.env`, which `serve` gives it."""
     return connector_for(s3, bucket)
 
 
@@ -394,8 +391,7 @@ def in_every_tier(
     asks: Sequence[Ask | list[int]],
     **engine_args: Any,
 ) -> tuple[list[Answer], list[Answer], list[Answer]]:
-    """Answers of an engine that has nothing, of the same one from host memory, and of a new one
-    from the bucket."""
+    """Answers of a new engine, of the same one from host memory, and of another from the bucket."""
     with serve(model, connector, **engine_args) as engine:
         cold = engine.generate(asks)
         at_rest(engine)

@@ -46,8 +46,7 @@ def test_fp8_kv_cache(rig: Rig) -> None:
             assert cached(engine.generate(PROMPTS)) == [hit] * 3
             done = at_rest(engine)
             engine.reset_prefix_cache()
-            answers = engine.generate(PROMPTS)
-            assert answered(answers) == answered(expected)
+            assert answered(engine.generate(PROMPTS)) == answered(expected)
     assert done["fetch_ok"] == 3 * 3
     # One byte for each number, and not two.
     assert done["load_bytes"] == 3 * HIT * models.TINY.kv_bytes_per_token // 2
@@ -112,7 +111,6 @@ def test_two_data_parallel_engines_share_the_bucket(rig: Rig) -> None:
             assert len(engine.io_processes()) == 2
             mapped = Counter(slab for process in engine.processes() for slab in slabs(process))
             assert sorted(mapped.values()) == [2, 2], "a worker and its I/O process map a slab"
-            answers = engine.generate(prompts, concurrency=6)
-            assert answered(answers) == ([hit] * 6, expected)
+            assert answered(engine.generate(prompts, concurrency=6)) == ([hit] * 6, expected)
             wait_until("all is in the bucket", lambda: len(rig.objects()) == 6 * 3)
             assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0

@@ -70,8 +70,7 @@ def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) 
     with pytest.raises(EngineFailed, match="ended"):
         engine.start()
     wait_until("all processes end", lambda: not engine.processes())
-    lines = engine.log_path.read_text().splitlines()
-    said = next(line for line in lines if "s3kv: bucket" in line)
+    said = next(line for line in engine.log_path.read_text().splitlines() if "s3kv: bucket" in line)
     for word in ("kv-cache", str(weed.url), "403", "AWS_SECRET_ACCESS_KEY"):
         assert word in said
 

@@ -104,8 +104,7 @@ CASES = (
 def shared_prefix(count: int) -> list[Ask]:
     """Requests whose prompts have their first `SHARED` tokens in common."""
     (shared,) = models.prompts(1, SHARED, seed=3)
-    tails = models.prompts(count, 288, seed=4)
-    return [Ask(shared + tail, max_tokens=40) for tail in tails]
+    return [Ask(shared + tail, max_tokens=40) for tail in models.prompts(count, 288, seed=4)]
 
 
 def model_of(directory: Path, name: str) -> Path:
@@ -205,8 +204,7 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(rig: Rig
         assert tokens(engine.generate(asks[:1])) == expected[:1]
         at_rest(engine)
         engine.reset_prefix_cache()
-        second = engine.generate(asks[1:2])
-        assert answered(second) == ([SHARED], expected[1:2])
+        assert answered(engine.generate(asks[1:2])) == ([SHARED], expected[1:2])
         assert tokens(engine.generate(asks)) == expected
         at_rest(engine)
         engine.reset_prefix_cache()

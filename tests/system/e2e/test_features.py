@@ -126,8 +126,7 @@ def test_several_answers_to_one_prompt(lives: Lives) -> None:
 
 def test_structured_output(lives: Lives) -> None:
     prompt = next(PROMPTS)
-    regex = "(b[a-z]{2})+"
-    asks = [{"prompt": prompt, "sampling": {"regex": regex}}, {"prompt": prompt}]
+    asks = [{"prompt": prompt, "sampling": {"regex": "(b[a-z]{2})+"}}, {"prompt": prompt}]
     structured, free = lives.check(asks, [HIT, HIT])
     with_b = range(26 * 26, models.VOCABULARY)
     assert all(token in with_b for token in structured["choices"][0])
@@ -155,8 +154,7 @@ def test_two_adapters_and_none_with_one_prompt(lives: Lives) -> None:
 
 def test_prompts_of_embeddings(lives: Lives) -> None:
     """To vLLM they have no tokens, and are told apart by their content alone."""
-    asks = [{"embeds": [seed, 400]} for seed in (1, 2)]
-    replies = lives.check(asks, [HIT] * 2)
+    replies = lives.check([{"embeds": [seed, 400]} for seed in (1, 2)], [HIT] * 2)
     assert replies[0]["choices"] != replies[1]["choices"]
 
 

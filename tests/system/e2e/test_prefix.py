@@ -43,10 +43,8 @@ LOADED = {"load_ok": 4, "load_bytes": 4 * HIT * models.TINY.kv_bytes_per_token}
 
 @dataclass(frozen=True)
 class Library:
-    """A bucket in which an engine that is gone has saved all of `PROMPTS`.
-
-    keys: of each prompt's chunks, from its start.
-    """
+    """A bucket in which an engine that is gone has saved all of `PROMPTS`. keys: of each prompt's
+    chunks, from its start."""
 
     bucket: str
     keys: list[list[str]]
@@ -143,8 +141,7 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
     rig: Rig, library: Library
 ) -> None:
     """Zeroed KV under a valid digest is served and changes the tokens, or this suite proves
-    nothing. Damage of any kind is a miss from there on, and what was damaged or is missing is saved
-    again."""
+    nothing. Any damage is a miss from there on; what was damaged or is missing is saved again."""
     whole = rig.reference(rig.tiny, PROMPTS[:1], **SECOND)
     nothing = rig.reference(rig.tiny, PROMPTS[1:3], hit_tokens=0, **SECOND)
     part = rig.reference(rig.tiny, PROMPTS[3:], hit_tokens=256, **SECOND)

@@ -140,8 +140,7 @@ def test_dollars_are_requests_at_their_prices(observed: Prometheus, kind: str) -
         return value(observed, f"{NAMESPACE}{kind}io_requests_total{{{chosen}}}")
 
     dollars = value(observed, f"{NAMESPACE}{kind}cost_usd_total")
-    expected = answered("GET|HEAD") * 0.4e-6 + answered("PUT|LIST") * 5e-6
-    assert dollars == pytest.approx(expected)
+    assert dollars == pytest.approx(answered("GET|HEAD") * 0.4e-6 + answered("PUT|LIST") * 5e-6)
 
 
 def test_every_rule_is_evaluated_and_none_rings(observed: Prometheus) -> None:

@@ -44,10 +44,8 @@ FIRST_TURN = models.prompts(1, 300, seed=12)[0]
 
 @dataclass(frozen=True)
 class Library:
-    """A bucket with what an engine, gone by now, has saved of `LONG` and of a conversation.
-
-    answer: to `FIRST_TURN`.
-    """
+    """A bucket with what an engine, gone by now, has saved of `LONG` and of a conversation. answer:
+    to `FIRST_TURN`."""
 
     bucket: str
     answer: list[int]
@@ -90,8 +88,7 @@ def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(
         assert tokens(answers) == rig.truth([second_turn])
         # All of the first turn but its last token, whose KV nobody needed to compute.
         assert cached(answers) == [799 // 128 * 128]
-        done = at_rest(engine) - crowded
-        assert done["hit_tokens_bucket"] == 799 // 128 * 128
+        assert (at_rest(engine) - crowded)["hit_tokens_bucket"] == 799 // 128 * 128
 
 
 def test_preempted_requests_with_little_memory(rig: Rig, connector: dict[str, Any]) -> None:

@@ -109,8 +109,7 @@ def second_life(s3: S3Server, tiny: Path, serve: Serve, first_life: FirstLife) -
 @pytest.mark.long
 def test_cold_in_several_steps_then_from_host_memory(first_life: FirstLife, truth: Truth) -> None:
     assert first_life.runner.startswith("vllm.v1.worker.cpu.")
-    expected = truth(PROMPTS)
-    assert tokens(first_life.cold) == tokens(first_life.host) == expected
+    assert tokens(first_life.cold) == tokens(first_life.host) == truth(PROMPTS)
     assert cached(first_life.cold) == [0] * len(PROMPTS)
     assert cached(first_life.host) == [HIT] * len(PROMPTS)
     assert first_life.done["hit_tokens_host"] == len(PROMPTS) * HIT
@@ -153,8 +152,7 @@ def test_preempted_while_scheduling_ahead(second_life: Engine, truth: Truth) -> 
 def test_aborted_at_any_moment_while_scheduling_ahead(second_life: Engine, truth: Truth) -> None:
     """Whenever a request is given up, it leaves nothing behind, and the next one with the same
     prompt is answered as if it had not been there."""
-    aborts = Aborts(second_life, truth)
-    aborts.at_any_moment(PROMPTS[2:5], NEW[1:], NEW[0] + NEW[1][:350], BLOCKS)
+    Aborts(second_life, truth).at_any_moment(PROMPTS[2:5], NEW[1:], NEW[0] + NEW[1][:350], BLOCKS)
 
 
 def test_blocks_are_read_before_the_next_step_zeroes_them(rig: Rig) -> None:

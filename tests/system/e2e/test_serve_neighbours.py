@@ -23,8 +23,7 @@ def test_a_server_whose_port_is_in_use_ends_with_that(rig: Rig) -> None:
             printed = server.refusal(START_AND_STOP_S)
         finally:
             server.kill()
-    last = [line for line in printed if line.strip()][-1]
-    assert last.endswith("Address already in use")
+    assert [line for line in printed if line.strip()][-1].endswith("Address already in use")
 
 
 @pytest.mark.nightly

@@ -35,8 +35,7 @@ def test_memory_that_ranks_do_not_have_together_stops_the_engine_at_start(rig: R
 @pytest.mark.long
 def test_layers_with_a_window_are_served_in_one_group_if_vllm_keeps_them_whole(rig: Rig) -> None:
     """With vLLM's hybrid manager off. The reference has it on, and frees what is outside the
-    windows; test_families.py has s3kv with it on. In float32, where the length of a hit does not
-    matter."""
+    windows; test_families.py has s3kv with it on. In float32: hit lengths do not matter."""
     hybrid = models.build(rig.models_dir, models.WINDOWED)
     asks = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
     expected = tokens(rig.reference.engine(hybrid, dtype="float32").generate(asks))

@@ -105,16 +105,14 @@ def test_without_the_setting_each_size_is_alone(rig: Rig) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
 def test_latent_attention_on_a_cpu_keeps_each_size_alone(rig: Rig) -> None:
-    """Though all ranks of all sizes name their shard alike: the log says so, and nobody reads what
-    another size has stored."""
+    """Though all name their shard alike: the log says so, and nobody reads another size's."""
     model = latent.build(rig.models_dir)
     shares = changed(rig.patient, share_ranks=True)
     for number, engine_args in enumerate((ONE, TENSOR)):
         with rig.launch(model, shares, **LATENT, **engine_args) as engine:
             assert cached(engine.generate(PROMPTS[:1])) == [0]
             assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
-            stored = {"h0-0of1-l0-3of4": (number + 1) * CHUNKS}
-            wait_until_there(rig.s3, rig.bucket, stored)
+            wait_until_there(rig.s3, rig.bucket, {"h0-0of1-l0-3of4": (number + 1) * CHUNKS})
         assert "share_ranks has no effect" in engine.log_path.read_text()
     assert len(namespaces(rig.s3, rig.bucket)) == 2
 

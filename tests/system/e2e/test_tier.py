@@ -51,8 +51,7 @@ def tier(s3: S3Server, bucket: str, *, fails: bool = False, **settings: Any) -> 
 
 
 def with_few_rows(s3: S3Server, bucket: str) -> dict[str, Any]:
-    """Ten rows, so that two prompts of `MANY` fit into the primary tier, and with six in turn every
-    hit comes from the bucket."""
+    """Ten rows hold two prompts of `MANY`, so with six in turn every hit comes from the bucket."""
     return offloading(tier(s3, bucket, fails=True), 10 * CHUNK_BYTES)
 
 
@@ -154,8 +153,7 @@ MANY = models.prompts(6, 4 * 128 + 40, seed=84)
 
 def test_a_bucket_that_goes_and_an_io_process_that_is_killed(rig: Rig, store: Store) -> None:
     """The bucket is away when chunks are looked up and stored, there again, and away at the
-    shutdown. The I/O process dies in the middle of loads and stores; another one serves
-    afterwards."""
+    shutdown. The I/O process dies amid loads and stores; another one serves afterwards."""
     expected = tokens(rig.reference(rig.tiny, MANY, **EXACT))
     store.start()
     connector = with_few_rows(S3Server(store.url, rig.s3.env), Store.BUCKET)

@@ -104,8 +104,7 @@ def lives(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Lives]:
 
 
 def fresh(path: Path) -> int:
-    """Put an adapter into the folder, over one that is there, whose weights no other test has.
-    Returns their seed."""
+    """Put an adapter into the folder, over any there, with new weights. Returns their seed."""
     models.build_adapter(path, models.TINY, seed=(seed := next(NUMBERS)))
     return seed
 

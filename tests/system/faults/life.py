@@ -158,8 +158,7 @@ class Life:
             hash_tokens=CHUNK_TOKENS,
             max_wait_s=self.config.max_wait_ms / 1000,
         )
-        pace = Pace(fetches_at_once=8)
-        return KVPlanner(ledger, pace, settings)
+        return KVPlanner(ledger, Pace(fetches_at_once=8), settings)
 
     def later(self) -> None:
         """For the planner a minute passes: breakers half-open, verdicts expire, retries are due."""

@@ -299,8 +299,7 @@ def test_at_shutdown(scene: Scene) -> None:
     pid = life.client.pid
     scene.strike("PUT")
     life.compute(*chunks)
-    left = life.stop()
-    assert 0 <= left <= len(chunks)
+    assert 0 <= life.stop() <= len(chunks)
     assert life.is_over
     assert pid is not None
     assert not Path(f"/proc/{pid}").exists()

@@ -145,8 +145,7 @@ def test_bytes_are_changed(faulty: Proxy, shelf: Shelf) -> None:
 
 def test_answers_of_the_proxys_own(faulty: Proxy) -> None:
     faulty.fault(s3_error(503, "SlowDown", times=2))
-    statuses = [get(faulty.port)[0] for _ in range(3)]
-    assert statuses == [503, 503, 200]
+    assert [get(faulty.port)[0] for _ in range(3)] == [503, 503, 200]
     faulty.fault(Fault(kind="answer", body="\xff\x00"))
     assert get(faulty.port) == (200, b"\xff\x00")
 

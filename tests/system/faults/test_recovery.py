@@ -198,5 +198,4 @@ def test_saves_are_dropped_when_uploads_are_slower(place: Place) -> None:
     place.store.lift()
     place.store.cut()
     life.settle()
-    kept = {rig.object_key(number) for number in range(SLOTS)}
-    assert kept <= set(place.server.objects(BUCKET))
+    assert {rig.object_key(number) for number in range(SLOTS)} <= set(place.server.objects(BUCKET))

@@ -114,5 +114,4 @@ def transfer_config(plan: Plan, cache: str, *, reader: bool = False) -> tuple[st
     `ConfigError` or `KeyError`. cache: kv or ec."""
     output = f"{'reader_' if reader else ''}{cache}_transfer_config"
     transfer = json.loads(plan.outputs[output])
-    settings = Config.parse(transfer[f"{cache}_connector_extra_config"])
-    return transfer[f"{cache}_role"], settings
+    return transfer[f"{cache}_role"], Config.parse(transfer[f"{cache}_connector_extra_config"])

@@ -175,10 +175,8 @@ class Plan:
 
 
 def read_plans(lines: str) -> Iterator[Plan]:
-    """Every plan in the output of `terraform test -json -verbose`.
-
-    A line holds the provider's whole schema, megabytes of it; only the parts needed are decoded.
-    """
+    """Every plan in the output of `terraform test -json -verbose`. A line holds the
+    provider's whole schema, megabytes of it; only the parts needed are decoded."""
     for line in lines.splitlines():
         if '"test_plan":{' in line:
             changes = _part(line, "resource_changes") or []

@@ -74,10 +74,8 @@ def test_there_are_enough_of_them() -> None:
 
 
 def first_to_notice(terraform: Terraform, module: Path, *, agreed: bool = False) -> str | None:
-    """The first tool that complains about `module`, a copy; None when all are content.
-
-    agreed: the module's tests and documents were changed along.
-    """
+    """The first tool that complains about `module`, a copy; None when all are content. agreed: the
+    module's tests and documents were changed along."""
     if format_check(terraform, module).code:
         return "fmt"
     if validate(terraform, module).code:

@@ -50,16 +50,14 @@ CONSTANTS = {"least_compressed_bytes": 1, "encrypted_segment_bytes": 40_000}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a life saves. It decodes what others have compressed in any case, and decrypts what is
-    under its secrets."""
+    """How a life saves. It reads compressed objects in any case, encrypted ones by its secrets."""
 
     compress: str
     secrets: Secrets = ()
 
     @property
     def settings(self) -> dict[str, str]:
-        encryption = "aes-gcm" if self.secrets else "off"
-        return {"compress": self.compress, "encryption": encryption}
+        return {"compress": self.compress, "encryption": "aes-gcm" if self.secrets else "off"}
 
     @classmethod
     def draw(cls, rng: random.Random) -> Form:
@@ -242,8 +240,7 @@ class Run:
             victim.process.stdin.close()
             victim.process.wait(240)  # it gives itself 120 s to come to rest
             assert victim.process.returncode == 0, victim.log_path.read_text()
-            said = victim.listen()
-            assert said.get("rests"), victim.log_path.read_text()
+            assert victim.listen().get("rests"), victim.log_path.read_text()
             victim.wait_until_gone()
         finally:
             victim.close()

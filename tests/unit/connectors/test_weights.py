@@ -50,8 +50,7 @@ def build(place: Path) -> Model:
             tensors[f"{shard}.{layer}.matrix"] = draw.randbytes(MATRIX_BYTES)
             tensors[f"{shard}.{layer}.norm"] = draw.randbytes(NORM_BYTES)
         file = place / f"model-{shard}.safetensors"
-        spans = write_tensors(file, tensors)
-        where |= {name: (file, *span) for name, span in spans.items()}
+        where |= {name: (file, *span) for name, span in write_tensors(file, tensors).items()}
     (place / "config.json").write_text("{}")
     return place, where
 
@@ -224,8 +223,7 @@ def test_small_files_are_read_whole(tmp_path: Path) -> None:
     seen = set()
     for alpha in (16, 32, 64):
         config.write_text(json.dumps({"filler": "x" * 1_000_000, "lora_alpha": alpha}))
-        found = adapter_digest(str(tmp_path))
-        seen.add(found.hexadecimal)
+        seen.add(adapter_digest(str(tmp_path)).hexadecimal)
     assert len(seen) == 3
 
 

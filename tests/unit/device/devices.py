@@ -21,8 +21,7 @@ A_WHILE_CYCLES = 200_000_000
 
 class Device:
     """kind: one of `KINDS`. memory: where torch puts its caches. seed: of what is left to chance,
-    which is nothing but on a simulated GPU.
-    """
+    which is nothing but on a simulated GPU."""
 
     seed = 0
 
@@ -39,8 +38,7 @@ class Device:
 
     def stall(self) -> None:
         """Launch what takes the engine's stream longer than a test needs for what follows. On a
-        simulated GPU it takes until `go_on`.
-        """
+        simulated GPU it takes until `go_on`."""
         torch.cuda._sleep(A_WHILE_CYCLES)  # type: ignore[no-untyped-call]
 
     def go_on(self) -> None:
@@ -53,10 +51,7 @@ class Device:
 
 
 class SimulatedDevice(Device):
-    """A new GPU for each `open`; the engine launches to the last one.
-
-    seed: of the next one.
-    """
+    """A new GPU for each `open`; the engine launches to the last one. seed: of the next one."""
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind)

@@ -76,8 +76,7 @@ class SteppedCondition:
 
 def stepped(copier: Copier, clock: Callable[[], float] = float) -> BlockCopies:
     """`BlockCopies` whose copy thread starts a part when `_start_next` is called. clock: stands
-    still unless another is given.
-    """
+    still unless another is given."""
     doubles = SimpleNamespace(Thread=SteppedThread, Condition=SteppedCondition)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies_module, "threading", doubles)

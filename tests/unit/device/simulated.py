@@ -53,8 +53,7 @@ class SimulatedEvent:
 @dataclass(eq=False)
 class Op:
     """steps: what is left to do. after: what has to be done before. engine: the copy engine that it
-    needs, "in" or "out".
-    """
+    needs, "in" or "out"."""
 
     steps: deque[Step] = field(default_factory=deque)
     after: Op | None = None
@@ -269,8 +268,7 @@ class SimulatedGpu:
 
     def torn(self, length: int) -> list[tuple[int, int]]:
         """[0, length) in up to three pieces, in any order."""
-        cuts = sorted(self.random.randrange(length + 1) for _ in range(2))
-        ends = [0, *cuts, length]
+        ends = [0, *sorted(self.random.randrange(length + 1) for _ in range(2)), length]
         pieces = [(a, b) for a, b in pairwise(ends) if a < b]
         self.random.shuffle(pieces)
         return pieces

@@ -25,9 +25,7 @@ LONG_S = 100.0
 @dataclass
 class GatedCopier:
     """A copier whose copies wait for `gate` on the copy thread, and that keeps a record.
-
-    broken_slots: copies to or from these fail, after the gate.
-    """
+    broken_slots: copies to or from these fail, after the gate."""
 
     copier: Copier
     gate: threading.Event = field(default_factory=threading.Event)
@@ -113,8 +111,7 @@ def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(
     with rig(device) as r:
         r.fill(1)
         r.copies.save(7, 0, 0, [0, 1])
-        opener = threading.Timer(0.05, r.copier.gate.set)
-        opener.start()
+        threading.Timer(0.05, r.copier.gate.set).start()
         r.copies.fence([7, 99])
         assert r.copier.gate.is_set(), "the fence did not wait for the save"
         r.fill(2)

@@ -1,6 +1,5 @@
 """Copies of several KV-cache groups that alias one buffer, as vLLM lays them out: layouts, padding,
-block sizes and dtypes at random. No byte changes but those of the pages and slots asked for.
-"""
+block sizes, dtypes at random. No byte changes but those of the pages and slots asked for."""
 
 from __future__ import annotations
 

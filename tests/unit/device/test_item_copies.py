@@ -61,8 +61,7 @@ def test_a_save_is_awaited_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("Stream", "current_stream", "stream", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.Tensor, "record_stream", Mock())
-    end = CudaItems(torch.float32, here).save(torch.zeros(4), memoryview(bytearray(16)))
-    end.synchronize()
+    CudaItems(torch.float32, here).save(torch.zeros(4), memoryview(bytearray(16))).synchronize()
     chosen, waited = call.device(here), call.Stream().record_event().synchronize()
     begun, ended = call.device().__enter__(), call.device().__exit__(None, None, None)
     assert cuda.mock_calls[-4:] == [chosen, begun, waited, ended]

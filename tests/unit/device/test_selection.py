@@ -36,5 +36,4 @@ def test_memory_is_wanted_near_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 def test_linux_knows_this_gpu_by_that_name() -> None:
-    address = pci_address(torch.device("cuda", 0))
-    assert Path("/sys/bus/pci/devices", address, "numa_node").exists()
+    assert Path("/sys/bus/pci/devices", pci_address(torch.device("cuda", 0)), "numa_node").exists()

@@ -34,8 +34,7 @@ def v2(where: str, limit: str, anon: int = 0, shmem: int = 0) -> dict[str, str]:
 
 def v1(where: str, limit: int, anon: int = 0, shmem: int = 0) -> dict[str, str]:
     stat = f"cache 999\nrss 1\nshmem 1\ntotal_cache 999\ntotal_rss {anon}\ntotal_shmem {shmem}\n"
-    limit_name = f"{V1}{where}/memory.limit_in_bytes"
-    return {limit_name: f"{limit}\n", f"{V1}{where}/memory.stat": stat}
+    return {f"{V1}{where}/memory.limit_in_bytes": f"{limit}\n", f"{V1}{where}/memory.stat": stat}
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,7 @@ def test_another_process_sees_the_same_bytes() -> None:
         f"assert bytes(view[{PAGE}:{PAGE}+4]) == b'ping'\n"
         "view[-4:] = b'pong'\n"
     )
-    arguments = [sys.executable, "-c", code, str(slab.fd)]
-    subprocess.run(arguments, pass_fds=(slab.fd,), check=True)
+    subprocess.run([sys.executable, "-c", code, str(slab.fd)], pass_fds=(slab.fd,), check=True)
     assert bytes(slab.view[-4:]) == b"pong"
     slab.close()
 

@@ -57,8 +57,7 @@ def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
     slots = [resident(table, n, dirty=n == 2) for n in (1, 2, 3)]
     table.pin(slots[1])
     missing = table.reserve(key(4)).entry
-    hashes = [key(n).block_hash for n in (1, 2, 3, 4)]
-    assert table.pin_prefix(0, hashes, start=1) == slots[1:]
+    assert table.pin_prefix(0, [key(n).block_hash for n in (1, 2, 3, 4)], start=1) == slots[1:]
     assert [slot.pins for slot in slots] == [0, 2, 1]
     check(table)
     table.abandon(missing)
@@ -70,8 +69,7 @@ def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
 
 def test_a_chain_leaves_from_its_tail() -> None:
     table = Table(EqualSlots(4))
-    chain = [resident(table, number) for number in range(4)]
-    table.touch_chain(chain)
+    table.touch_chain([resident(table, number) for number in range(4)])
     evicted = [table.reserve(key(number)).evicted for number in range(4, 8)]
     assert evicted == [[key(3)], [key(2)], [key(1)], [key(0)]]
 
@@ -178,8 +176,7 @@ class SlotMachine(RuleBasedStateMachine):
             if entry is None or entry.state is RESERVED:
                 break
             expected.append(entry.slot)
-        hashes = [key(number).block_hash for number in numbers]
-        found = self.table.pin_prefix(group, hashes, 0)
+        found = self.table.pin_prefix(group, [key(number).block_hash for number in numbers], 0)
         for slot in found:
             self.table.unpin(slot)
         assert found == expected

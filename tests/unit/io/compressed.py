@@ -70,10 +70,8 @@ class Held:
 
 def payload(seed: int, nbytes: int = FORMAT.payload_bytes) -> bytes:
     """Bytes like KV in bf16: half random, and half of them small numbers of few kinds."""
-    rng = random.Random(seed)
-    data = bytearray(rng.randbytes(nbytes))
-    kinds = bytes(number.bit_length() for number in range(256))
-    data[1::2] = data[1::2].translate(kinds)
+    data = bytearray(random.Random(seed).randbytes(nbytes))
+    data[1::2] = data[1::2].translate(bytes(number.bit_length() for number in range(256)))
     return bytes(data)
 
 
@@ -131,8 +129,7 @@ async def source_of(
         return nullcontext((max(0, count if places is None else places), lambda: None))
 
     with ThreadPoolExecutor(2) as pool:
-        decoder = Decoder(time.monotonic, codec(), pool)
-        compressor = Compressor(mode, decoder, pool, pads=pads)
+        compressor = Compressor(mode, Decoder(time.monotonic, codec(), pool), pool, pads=pads)
         try:
             yield BucketSource(store, config, refresher, borrow, rng, compressor)
         finally:

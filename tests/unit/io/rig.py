@@ -154,8 +154,7 @@ async def served(
     **settings: Any,
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     """A process served in this loop, with a slab of its own, greeted (with `handshake` and these
-    settings, unless told otherwise) but not yet heard. settings: constants, too (`lab.constants`).
-    """
+    settings, unless told otherwise), not yet heard. settings: constants, too (`lab.constants`)."""
     settings, others = constants.split(settings)
     ours, theirs = socket.socketpair()
     with contextlib.closing(Slab.create(slab_bytes)) as slab:

@@ -109,8 +109,7 @@ def test_round_trip(
     assert {(e.outcome, e.nbytes) for e in uploaded.values()} == {
         (Outcome.OK, rig.FORMAT.object_bytes)
     }
-    stored = bucket.get_object(Bucket=BUCKET, Key=rig.object_key(3))["Body"].read()
-    assert stored == rig.sealed(3)
+    assert bucket.get_object(Bucket=BUCKET, Key=rig.object_key(3))["Body"].read() == rig.sealed(3)
     for i in range(8):
         fetch(client, 10 + i, number=i)
     fetch(client, 20, number=99)
@@ -319,8 +318,7 @@ def test_an_idle_client_reads_only_when_it_checks_its_process(
     for _ in range(100):
         assert client.poll() == []
     assert reads == 0
-    pid = client.pid
-    os.kill(pid, signal.SIGKILL)
+    os.kill(client.pid, signal.SIGKILL)
     assert client.poll() == []
     assert client.life.state is State.UP
     clock.now_s += 1.0
@@ -328,8 +326,7 @@ def test_an_idle_client_reads_only_when_it_checks_its_process(
 
 
 def test_jobs_given_while_it_is_down_fail_at_the_next_poll(open_client: Open) -> None:
-    clock = Clock()
-    client = open_client("http://127.0.0.1:1", module="this", clock=clock)
+    client = open_client("http://127.0.0.1:1", module="this", clock=Clock())
     until(lambda: client.poll() or client.life.state is State.DOWN)
     fetch(client, 1, number=1)
     upload(client, 2)
@@ -456,8 +453,7 @@ def test_a_drain_counts_what_a_killed_process_left(
     stubborn: StubbornServer, open_client: Open
 ) -> None:
     client = busy_client(stubborn, open_client)
-    pid = client.pid
-    killing = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
+    killing = threading.Timer(0.1, os.kill, (client.pid, signal.SIGKILL))
     killing.start()
     assert client.drain(PATIENCE_S) == 3
     killing.join()
@@ -538,8 +534,7 @@ def test_what_processes_say_of_requests_adds_up_over_their_lives(
     until(told("GET|4xx", 1), "one request")
     first = dict(client.counters)
     assert first["cost_usd"] == 400 + 5_000 * first["io_requests|LIST|2xx"]
-    pid = client.pid
-    os.kill(pid, signal.SIGKILL)
+    os.kill(client.pid, signal.SIGKILL)
     until(lambda: client.poll() or client.counters["io_restarts"] == 1, "another process")
     assert client.counters["io_requests|GET|4xx"] == 1, "what the first one did stays counted"
     end_of_fetch(client, 2, 9_002)

@@ -84,8 +84,7 @@ def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
             client.submit(rig.fetch(kill, 1))
             while len(server.begun) <= kill:
                 client.poll(0.01)
-            pid = client.pid
-            os.kill(pid, signal.SIGKILL)
+            os.kill(client.pid, signal.SIGKILL)
             ended: list[JobEnd] = []
             while not ended:
                 ended = client.poll(0.01)

@@ -25,8 +25,7 @@ def record(name: str = LOGGER, **more: object) -> logging.LogRecord:
 
 
 def test_a_record_arrives_with_its_level_time_and_place() -> None:
-    sent = record(created=1234.5, pathname="/x/keeping.py", lineno=7)
-    got = record_of(line_of(sent), pid=11)
+    got = record_of(line_of(record(created=1234.5, pathname="/x/keeping.py", lineno=7)), pid=11)
     assert (got.levelname, got.created, got.filename, got.lineno) == (
         "INFO",
         1234.5,

@@ -211,8 +211,7 @@ def test_a_bucket_that_is_not_needed_is_said_to_be_away(
 ) -> None:
     """With `on_unavailable` "serve", silence would hide that nothing is kept."""
     config = dataclasses.replace(config, bucket="s3kv-nobody-has-it", on_unavailable="serve")
-    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
-    open_tier(SLAB_BYTES, handshake).close()
+    open_tier(SLAB_BYTES, introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})).close()
     assert "serves without the bucket for now" in caplog.text
 
 
@@ -264,8 +263,7 @@ def test_rows_of_borrowed_memory_move_without_their_headers(config: Config, tmp_
         slab = Slab.behind(memoryview(mapped))
     (tmp_path / "rows").unlink()
     row = (TensorSpec("kv", "U8", (row_bytes,)),)
-    handshake = introduce(config, IDENTITY, rig.SHARD, {0: row}, row_bytes=row_bytes)
-    tier = open_tier(slab, handshake)
+    tier = open_tier(slab, introduce(config, IDENTITY, rig.SHARD, {0: row}, row_bytes=row_bytes))
     try:
         mapped[row_bytes : 2 * row_bytes] = random.Random(3).randbytes(row_bytes)
         for number, (kind, slot) in enumerate([(JobKind.UPLOAD, 1), (JobKind.FETCH, 3)]):

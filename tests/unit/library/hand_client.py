@@ -46,8 +46,7 @@ class HandClient:
     def end(self, job_id: int, outcome: Outcome, nbytes: int = 0, **more: Any) -> None:
         """End a job; the next poll tells of it."""
         if job_id in self.sent:
-            kind = self.sent.pop(job_id).kind
-            self.ended.append(JobEnd(job_id, kind, outcome, nbytes, **more))
+            self.ended.append(JobEnd(job_id, self.sent.pop(job_id).kind, outcome, nbytes, **more))
 
 
 def tier_of(client: HandClient, nbytes: int, **settings: Any) -> Tier:

@@ -23,8 +23,7 @@ Tensors = dict[str, torch.Tensor]
 def new_pools(blocks: int) -> Tensors:
     """As an engine may have them: keys of blocks beside each other, values a side at a time."""
     keys = torch.zeros(blocks, 4, 80, dtype=torch.bfloat16)[:, :, :64]
-    values = torch.zeros(2, blocks, 3, 4).movedim(1, 0)
-    return {"k": keys, "v": values}
+    return {"k": keys, "v": torch.zeros(2, blocks, 3, 4).movedim(1, 0)}
 
 
 def content(number: int) -> Tensors:
@@ -84,8 +83,7 @@ async def test_a_block_goes_from_one_pool_to_another_through_the_bucket(config: 
 async def test_with_all_blocks_held_tensors_go_past_the_pool(config: Config) -> None:
     pools = new_pools(1)
     async with await opened(config, pools) as store:
-        held = store.allocate()
-        assert held == 0
+        assert store.allocate() == 0
         compute(pools, 0, 9)
         assert store.allocate() is None
         assert await store.put(hash_of(1), content(1))

@@ -1,5 +1,4 @@
-"""What the library promises of its calls: hashes, `close`, how it is opened, and what a cancelled
-call leaves behind."""
+"""What the library promises of its calls: hashes, `close`, opening, what cancelled ones leave."""
 
 from __future__ import annotations
 

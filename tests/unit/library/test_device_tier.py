@@ -43,8 +43,7 @@ def key(number: int) -> ChunkKey:
 
 @dataclass
 class LateCopies:
-    """Copies that move their bytes when they end, and end when they are told to: as late as real
-    ones may read and write."""
+    """Copies that move their bytes when told to end: as late as real ones may read and write."""
 
     pool: torch.Tensor
     slots: dict[int, int] = field(default_factory=dict)
@@ -214,8 +213,7 @@ def test_the_moves_are_a_block_s_payload(
 ) -> None:
     pools = {f"t{n}": pool_of(case) for n, case in enumerate(cases)}
     shapes = {name: (tuple(pool.shape[1:]), pool.dtype) for name, pool in pools.items()}
-    layout = BlockPools(BlockTensors(shapes), pools).layout
-    found = moves(layout, (number,), 0)
+    found = moves(BlockPools(BlockTensors(shapes), pools).layout, (number,), 0)
     assert [move.offset for move in found] == [0, *(m.offset + m.nbytes for m in found[:-1])]
     payload = b"".join(_memory(pools.values(), move.address, move.nbytes) for move in found)
     assert payload == b"".join(raw(pool[number]) for pool in pools.values())
@@ -235,8 +233,7 @@ def test_an_engine_s_cache_is_one_move_per_side_and_layer() -> None:
     # [layers, 2, blocks, tokens, heads, content]: a block is 2 x layers runs.
     cache = torch.zeros(3, 2, BLOCKS, 4, 2, 8, dtype=torch.bfloat16).movedim(2, 0)
     shapes = {"kv": (tuple(cache.shape[1:]), cache.dtype)}
-    layout = BlockPools(BlockTensors(shapes), {"kv": cache}).layout
-    found = moves(layout, (1,), 0)
+    found = moves(BlockPools(BlockTensors(shapes), {"kv": cache}).layout, (1,), 0)
     assert [move.nbytes for move in found] == [4 * 2 * 8 * 2] * 6
     assert all(b.address - a.address == BLOCKS * 128 for a, b in pairwise(found))
 

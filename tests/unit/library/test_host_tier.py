@@ -146,8 +146,7 @@ async def test_while_the_bucket_is_away_the_disk_is_asked_and_does_not_answer_fo
     groups = {0: (TensorSpec("block", "U8", (64,)),)}
     handshake = introduce(config, {"model": "test"}, "block", groups=groups)
     slots = Slots.of(handshake)
-    tier = Tier(handshake, Slab.create(slots.nbytes), cast(Any, client), None)
-    host = HostTier(slots, tier)
+    host = HostTier(slots, Tier(handshake, Slab.create(slots.nbytes), cast(Any, client), None))
     for _ in range(5):
         host.ledger.breaker.failed(time.monotonic())
     fetch, save = host.fetch(key), host.reserve(key)

@@ -58,8 +58,7 @@ class Caller:
             kind = self._draw.choices(kinds, (4, 5, 4))[0]
             async with asyncio.timeout(LONGEST_S):
                 if self._draw.random() < 0.05:
-                    wanted = self._draw.sample(range(BLOCKS), 20)
-                    self._store.prefetch(map(hash_of, wanted))
+                    self._store.prefetch(map(hash_of, self._draw.sample(range(BLOCKS), 20)))
                 elif self._draw.random() < 0.02:
                     with suppress(asyncio.CancelledError):
                         await self.cut(self._store.flush())
@@ -132,8 +131,7 @@ class Caller:
         else:
             self.ends["acquired"] += 1
         await asyncio.sleep(self._draw.choice([0.0, 0.002]))
-        held = {name: pool[block] for name, pool in self._pools.items()}
-        assert same(held, CONTENT[number])
+        assert same({name: pool[block] for name, pool in self._pools.items()}, CONTENT[number])
         self._store.release(block)
 
 

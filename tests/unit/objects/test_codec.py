@@ -117,8 +117,7 @@ def test_length_beyond_the_buffer_is_refused() -> None:
 
 @given(block_hash=st.binary(min_size=1, max_size=64))
 def test_foreign_hash_is_refused(block_hash: bytes) -> None:
-    buffer = sealed(block_hash=block_hash)
-    assert check(buffer) == (None if block_hash == HASH else "block_hash")
+    assert check(sealed(block_hash=block_hash)) == (None if block_hash == HASH else "block_hash")
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,7 @@ def decoded(data: bytes, nbytes: int, item_bytes: int) -> bytes | None:
     seed=st.integers(0, 2**32),
 )
 def test_segments_come_back(item_bytes: int, kind: str, nbytes: int, seed: int) -> None:
-    rng = random.Random(seed)
-    segment = numbers(kind, nbytes // item_bytes + 1, item_bytes, rng)[:nbytes]
+    segment = numbers(kind, nbytes // item_bytes + 1, item_bytes, random.Random(seed))[:nbytes]
     data = CODEC.encode(memoryview(segment), item_bytes)
     if data is None:
         return

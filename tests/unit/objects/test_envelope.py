@@ -208,8 +208,7 @@ def test_no_other_padding_is_accepted(change: int) -> None:
     segments = envelope.listed(data[: envelope.header_bytes], HASH, len(data))
     assert segments is not None
     assert segments.padding > 1
-    other = segments._replace(padding=segments.padding + change)
-    header = envelope.header(HASH, other)
+    header = envelope.header(HASH, segments._replace(padding=segments.padding + change))
     assert envelope.listed(header, HASH, len(data) + change) is None
     assert safetensors.torch.load(data)["segments"].numel() == len(data) - envelope.header_bytes
 
@@ -238,8 +237,7 @@ def test_segments_are_decoded_as_soon_as_they_are_there(form: ChunkFormat) -> No
         assert decoding.wanted_bytes == wanted
         decoding.advance(wanted)
         seen.append(wanted)
-    lengths = stored(form, data).lengths
-    assert seen == [*accumulate(lengths, initial=Envelope(form).header_bytes)]
+    assert seen == [*accumulate(stored(form, data).lengths, initial=Envelope(form).header_bytes)]
     assert bytes(arena.place.payload) == payload
 
 
@@ -340,8 +338,7 @@ def test_encoding_can_be_given_up() -> None:
 
 
 def stored(form: ChunkFormat, data: bytes, block_hash: bytes = HASH) -> Any:
-    header = data[: Envelope(form).header_bytes]
-    return Envelope(form).listed(header, block_hash, len(data))
+    return Envelope(form).listed(data[: Envelope(form).header_bytes], block_hash, len(data))
 
 
 def decoded_of(form: ChunkFormat, seed: int = 1) -> list[bytes]:
@@ -526,8 +523,7 @@ def test_lengths_that_share_the_bytes_otherwise_are_refused(form: ChunkFormat) -
     data = good(form)
     lengths = stored(form, data).lengths
     joined = data[Envelope(form).header_bytes :]
-    moved = [lengths[0] - 1, lengths[1] + 1, *lengths[2:]]
-    bounds = accumulate(moved, initial=0)
+    bounds = accumulate([lengths[0] - 1, lengths[1] + 1, *lengths[2:]], initial=0)
     pieces = [joined[begin:end] for begin, end in pairwise(bounds)]
     assert refusal(forged(form, pieces), form) == "digest"
 
@@ -560,8 +556,7 @@ def test_without_a_key_segments_can_be_exchanged_and_with_one_they_cannot() -> N
         for listed in (decoded, digests):
             listed[0], listed[1] = listed[1], listed[0]
         segments = Segments([len(piece) for piece in pieces], decoded, digests)
-        header = Envelope(form).header(HASH, segments)
-        assert refusal(header + b"".join(pieces), form) == reason
+        assert refusal(Envelope(form).header(HASH, segments) + b"".join(pieces), form) == reason
         assert refusal(data[: Envelope(form).header_bytes] + b"".join(pieces), form) == "digest"
 
 

@@ -86,8 +86,7 @@ def segments_of(what: Expected, segment_bytes: int = SEGMENT_BYTES) -> list[list
     begin = 0
     for tensor in what.tensors:
         end = begin + tensor.nbytes
-        cuts = [*range(begin, end, segment_bytes), end]
-        parts.append(list(pairwise(cuts)))
+        parts.append(list(pairwise([*range(begin, end, segment_bytes), end])))
         begin = end
     return parts
 
@@ -266,8 +265,7 @@ def read(what: Expected, data: bytes) -> bytes | None:
         return None
     segments = compressed_segments_of(what)
     header_bytes = len(compressed_header_of(what, [0] * len(segments), [], []))
-    names = "stored", "decoded", "digests"
-    pattern = ",".join(f'"s3kv.{name}":"([0-9a-f,]+)"' for name in names)
+    pattern = ",".join(f'"s3kv.{name}":"([0-9a-f,]+)"' for name in ("stored", "decoded", "digests"))
     found = re.search(pattern.encode(), data)
     if found is None:
         return None
@@ -301,8 +299,7 @@ def read(what: Expected, data: bytes) -> bytes | None:
 
 
 def derived(master: bytes, use: bytes) -> bytes:
-    info = b"s3kv 2026-11 " + use
-    return HKDF(SHA256(), 32, salt=None, info=info).derive(master)
+    return HKDF(SHA256(), 32, salt=None, info=b"s3kv 2026-11 " + use).derive(master)
 
 
 def encrypted_name_of(what: Expected, master: bytes) -> str:
@@ -512,8 +509,7 @@ def test_both_write_and_read_the_same_padded_objects(pair: tuple[Expected, Chunk
     for payload in (payload_of(theirs), varied_payload_of(theirs)):
         plain = write_compressed(theirs, payload)
         data = write_compressed(theirs, payload, is_padded=True)
-        whole = write(theirs, payload)
-        assert data == compressed(ours, whole, theirs.block_hash, is_padded=True)
+        assert data == compressed(ours, write(theirs, payload), theirs.block_hash, is_padded=True)
         assert len(data) > len(plain)
         header_bytes = 8 + int.from_bytes(data[:8], "little")
         assert (len(data) - header_bytes) % unit == 0
@@ -623,8 +619,7 @@ def test_the_prefix_is_in_no_key(pair: tuple[Expected, ChunkFormat]) -> None:
 
 def test_the_header_of_a_segment_is_the_one_of_the_page() -> None:
     page = (ROOT / "docs" / "object-format.md").read_text()
-    header = blosc2_header(1_048_576, 734_003, 2).hex()
-    assert " ".join(re.findall("." * 8, header)) in page
+    assert " ".join(re.findall("." * 8, blosc2_header(1_048_576, 734_003, 2).hex())) in page
 
 
 def test_names_are_the_same(pair: tuple[Expected, ChunkFormat]) -> None:
@@ -660,8 +655,7 @@ def test_the_example_of_the_page_is_one() -> None:
         *(14, 2, tensors, "xxh3-128"),
     )
     assert name == name_of(what)
-    payload = bytes(range(sum(t.nbytes for t in tensors)))
-    data = write(what, payload)
+    data = write(what, bytes(range(sum(t.nbytes for t in tensors))))
     assert data == bytes(format_example.example())
     assert data[8:4096].decode().rstrip() == header.replace("\n", "")
     assert (len(data), int.from_bytes(data[:8], "little")) == (4162, 4088)

@@ -105,8 +105,7 @@ def test_a_compressed_object_has_the_tensors_that_it_decodes_to() -> None:
     }
     layers = json.dumps({"g0": [["layer", "BF16", [3], "C"]]})
     told = {"codec": "blosc2", "tensors": json.dumps(entries), "layers": layers}
-    data = one_byte("segments", **told)
-    header = read_header(data)
+    header = read_header(one_byte("segments", **told))
     layer = TensorSpec("layer", "BF16", (3,), (), "C")
     assert header.tensors == (
         TensorSpec("g0", "BF16", (2, 1, 3), (layer,)),

@@ -103,8 +103,7 @@ def test_a_secret_from_file_or_environment(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "secret").write_text(SECRET + "\n")
     from_file = Integrity.of(configured(integrity_secret_file=str(tmp_path / "secret")))
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    from_environment = Integrity.of(configured())
-    assert from_file == from_environment
+    assert from_file == Integrity.of(configured())
     assert len(from_file.key) == 32
     monkeypatch.setenv(SECRET_VARIABLE, SECRET + "!")
     assert Integrity.of(configured()) != from_file

@@ -54,8 +54,7 @@ def test_a_flipped_bit_anywhere_is_refused() -> None:
     """Also in the part of the header that says the shape."""
     data = sealed(3, 40)
     draw = random.Random(1)
-    places = [*range(600), *(draw.randrange(len(data)) for _ in range(400))]
-    for place in places:
+    for place in [*range(600), *(draw.randrange(len(data)) for _ in range(400))]:
         data[place] ^= 1 << draw.randrange(8)
         assert check(reader(3, len(data)), data, len(data)) is not None, place
         data[:] = sealed(3, 40)
@@ -76,8 +75,7 @@ def test_with_a_key_an_item_without_it_is_refused() -> None:
 def test_another_length_is_refused() -> None:
     data = sealed(6, 4)
     for nbytes in (0, 1, HEADER_BYTES, len(data) - 1, len(data) - 12, len(data) - 2 * 6):
-        refusal = check(reader(6, len(data)), data, nbytes)
-        assert refusal is not None, nbytes
+        assert check(reader(6, len(data)), data, nbytes) is not None, nbytes
     assert check(reader(6, len(data)), data, len(data) + 12) == "length"
     assert check(reader(6, len(data) - 12), data, len(data)) == "length"
 

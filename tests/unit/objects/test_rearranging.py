@@ -42,8 +42,7 @@ class Model:
     def values(self, number: int) -> np.ndarray:
         kind = self.kinds[number]
         shape = (BLOCKS, kind.ratio, self.heads, kind.tokens, kind.content, item_bytes(kind.dtype))
-        rng = np.random.default_rng(number)
-        return rng.integers(0, 256, shape, dtype=np.uint8)
+        return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
 
     def object_of(self, shard: Shard, parts: int = 1) -> tuple[ChunkFormat, bytes]:
         """What a rank that holds this shard stores: format and object, built by numpy alone."""
@@ -170,8 +169,7 @@ def test_the_pattern_of_names_is_read_off_the_layers() -> None:
     assert follows(layers("2.2.b", "2.3.b"), range(2, 4)) == "2.{}.b"
     for names in (("a.2.b", "a.4.b"), ("a.3.b", "a.2.b"), ("a.2.b",), ("a2", "a3"), ("2.{", "3.{")):
         assert follows(layers(*names), range(2, 4)) == "", names
-    other = replace(layers("a.3.b")[0], dtype="F32")
-    assert follows([*layers("a.2.b"), other], range(2, 4)) == ""
+    assert follows([*layers("a.2.b"), replace(layers("a.3.b")[0], dtype="F32")], range(2, 4)) == ""
 
 
 @pytest.mark.parametrize(
@@ -198,8 +196,7 @@ def test_a_page_of_another_kind_is_not_taken_apart(page: TensorSpec) -> None:
 
 def test_an_order_that_is_none_takes_nothing_apart() -> None:
     for order in ("HCN", "CHN", "NC", "", "HNCC", "NCH", "CNH"):
-        page = TensorSpec("l", "BF16", (2,) * len(order), (), order)
-        assert not is_page(page, 2, order), order
+        assert not is_page(TensorSpec("l", "BF16", (2,) * len(order), (), order), 2, order), order
 
 
 def test_a_cover_that_lacks_a_byte_or_has_one_twice_is_none() -> None:

@@ -84,8 +84,7 @@ def test_stages_follow_each_other() -> None:
     both = fleet(8, 32, 2, 4)
     assert covers(stages[1], both) == [tuple(both[4:])]
     # Stages that overlap are not put together.
-    odd = Shard(range(8), 8, range(10, 32), 32)
-    assert covers(whole, [stages[0], odd]) == []
+    assert covers(whole, [stages[0], Shard(range(8), 8, range(10, 32), 32)]) == []
 
 
 def test_of_heads_held_by_several_ranks_the_first_copy_is_read() -> None:

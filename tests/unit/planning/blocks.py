@@ -8,8 +8,7 @@ from tests.unit.planning.setup import Request
 
 
 class BlockPool:
-    """Blocks are freed with what they hold and stay findable until they are used again. size: their
-    tokens."""
+    """Blocks are freed with what they hold, and found until used again. size: their tokens."""
 
     def __init__(self, count: int, size: int) -> None:
         self._size = size

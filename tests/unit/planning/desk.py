@@ -82,8 +82,7 @@ class Desk:
         self, request_id: str, blocks: Iterable[int], computed: int, tokens: int, *, new: bool
     ) -> StepPlan:
         """A step with this one request. new: `blocks` are all it has, not those it gets."""
-        step = ScheduledRequest(request_id, (list(blocks),), new, computed, tokens)
-        return self.plan(step)
+        return self.plan(ScheduledRequest(request_id, (list(blocks),), new, computed, tokens))
 
     def end(
         self,

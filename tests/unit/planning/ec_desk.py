@@ -75,8 +75,7 @@ class Desk:
         if outcome is None:
             outcome = Outcome.OK if order.key in self.bucket else Outcome.MISSING
         assert order.item is not None
-        size = object_bytes("BF16", order.item.rows, width)
-        length = size if outcome is Outcome.OK else 0
+        length = object_bytes("BF16", order.item.rows, width) if outcome is Outcome.OK else 0
         end = JobEnd(order.job_id, JobKind.FETCH, outcome, length, seconds, near=near)
         self.planner.on_end(end, self.now_s)
         check(self.planner)

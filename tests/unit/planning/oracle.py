@@ -129,5 +129,4 @@ class Oracle(Told):
             known = request.chain[at * size : min((at + 1) * size, request.computed)]
             wanted = [(self.weights, token) for token in known]
             for rank in self._ranks:
-                held = list(rank.blocks[block])[: len(wanted)]
-                assert held == wanted, request.request_id
+                assert list(rank.blocks[block])[: len(wanted)] == wanted, request.request_id

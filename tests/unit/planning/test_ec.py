@@ -160,8 +160,7 @@ def test_a_promise_the_engine_does_not_take_up_is_withdrawn(desk: Desk) -> None:
 
 def test_what_is_too_large_is_never_asked_for() -> None:
     desk = Desk(max_item_bytes=MIB)
-    huge = wanted("huge", rows=MIB)
-    assert desk.ensure("r", huge)
+    assert desk.ensure("r", wanted("huge", rows=MIB))
     assert desk.orders == []
     assert desk.planner.counters["items_too_large"] == 1
 

@@ -146,7 +146,6 @@ def test_whatever_is_promised_is_there_when_the_step_runs(seed: int) -> None:
     for _ in range(STEPS_INFLIGHT + 1):
         engine.desk.planner.plan(())
     check(engine.desk.planner)
-    left = table.entries()
-    assert not any(entry.pins for entry in left), f"seed {seed}: a lease is left"
+    assert not any(entry.pins for entry in table.entries()), f"seed {seed}: a lease is left"
     assert engine.desk.planner._names == {}
     assert engine.desk.planner._requests == {}

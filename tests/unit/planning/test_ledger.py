@@ -72,8 +72,7 @@ def hit(desk: Desk, name: str, prompt: str = "aaaa") -> tuple[BucketJob, ...]:
     """Another request has this prompt, and its blocks already; the uploads of its step."""
     desk.add(name, prompt)
     desk.admit(name)
-    blocks = list(range(len(prompt) // 2))
-    return uploads_of(desk.run(name, blocks, 0, len(prompt), new=True))
+    return uploads_of(desk.run(name, list(range(len(prompt) // 2)), 0, len(prompt), new=True))
 
 
 def test_after_a_long_outage_a_hit_uploads_what_was_given_up() -> None:

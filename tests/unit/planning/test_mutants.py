@@ -125,14 +125,12 @@ def offers_what_is_on_its_way(patch: Patch) -> None:
 def saves_chunks_that_are_not_complete(
     self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest, now_s: float
 ) -> Sequence[Job]:
-    more = step._replace(scheduled_tokens=step.scheduled_tokens + 1)
-    return save(self, request, more, now_s)
+    return save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1), now_s)
 
 
 @FLEETS.mutant
 def loses_what_is_computed_while_it_is_fetched(patch: Patch) -> None:
-    kept = (ChunkState.RESIDENT, ChunkState.COPYING, ChunkState.FETCHING)
-    patch.setattr(saves, "_KEPT", kept)
+    patch.setattr(saves, "_KEPT", (ChunkState.RESIDENT, ChunkState.COPYING, ChunkState.FETCHING))
 
 
 @LIVES.instead_of(PlannedRequest, "start_over")
@@ -273,8 +271,7 @@ def saves_no_block_as_if_it_were_one(
 def saves_the_parts_of_a_chunk_in_another_order(
     self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any
 ) -> Any:
-    turned = replace(coverage, members=coverage.members[::-1])
-    return save_chunk(self, request, turned, *args)
+    return save_chunk(self, request, replace(coverage, members=coverage.members[::-1]), *args)
 
 
 @LIVES.instead_of(PlannedRequest, "collect")
@@ -288,15 +285,13 @@ def offers_what_the_first_group_has(
 
 @LIVES.mutant
 def offers_the_last_token(patch: Patch) -> None:
-    whole = property(lambda self: len(self.known))
-    patch.setattr(ChunkHashes, "before_the_last", whole)
+    patch.setattr(ChunkHashes, "before_the_last", property(lambda self: len(self.known)))
 
 
 @LIVES.instead_of(Lookup, "load_parts")
 def takes_a_window_for_a_whole_chunk(self: Lookup, *args: Any) -> Iterator[CopyPart]:
     for part in load_parts(self, *args):
-        skipped = self.coverage.held.start
-        yield replace(part, first_block=part.first_block + skipped)
+        yield replace(part, first_block=part.first_block + self.coverage.held.start)
 
 
 @pytest.mark.parametrize(

@@ -340,8 +340,7 @@ def test_a_wait_is_patient_until_prefill_is_measured() -> None:
         desk.end_pass()
         desk.now_s += 0.5  # less than patience, more than eight chunks take at that speed
         desk.end_pass()
-        cancelled = jobs[0].job_id in desk.planner.transfers.take_cancels()
-        assert cancelled is (name == "b")
+        assert (jobs[0].job_id in desk.planner.transfers.take_cancels()) is (name == "b")
 
 
 def test_a_store_with_holes_measures_nothing() -> None:

@@ -221,8 +221,7 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
     desk = measured(seconds_per_chunk=0.2, probe_chunks=8)
     for n in (1, 2, 3, 4):
         desk.planner.pace.fetched(OK, 0.2 * n, began_with=n, ended_with=n)
-    fetches = desk.fetches_for("r", "aaaabbbbccccddddeeee")
-    desk.end(fetches[1], MISSING)
+    desk.end(desk.fetches_for("r", "aaaabbbbccccddddeeee")[1], MISSING)
     lookup = desk.planner._requests["r"].lookups[0]
     assert desk.planner.ledger.fetches_ahead_of(lookup.awaited()) == 1
 

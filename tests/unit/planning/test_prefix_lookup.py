@@ -118,8 +118,7 @@ def test_a_window_of_a_longer_prefix_is_not_waited_for() -> None:
 def test_a_window_that_comes_too_late_is_not_looked_for_at_shorter_prefixes() -> None:
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
-    fetches = desk.fetches()
-    desk.end(fetches[:8], seconds=1.2)
+    desk.end(desk.fetches()[:8], seconds=1.2)
     ordered = desk.planner.counters["fetches"]
     while lookup(desk) == WAIT:
         desk.now_s += 0.1
@@ -131,8 +130,7 @@ def test_a_window_at_a_shorter_prefix_counts_if_it_is_there() -> None:
     desk = desk_with(FULL, WINDOW)
     for chunk in (2, 3):
         key = ChunkKey(1, desk.hashes["r"][2 * chunk + 1])
-        job = desk.planner.ledger.plan_fetch(key, desk.now_s)
-        desk.end(job.for_bucket())
+        desk.end(desk.planner.ledger.plan_fetch(key, desk.now_s).for_bucket())
     assert lookup(desk) == WAIT
     desk.end([fetch for fetch in desk.fetches() if fetch.key.group == 0])
     while (answer := lookup(desk)) == WAIT:

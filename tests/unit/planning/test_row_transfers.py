@@ -21,8 +21,7 @@ def test_a_transfer_is_reported_once_after_the_last_of_its_jobs() -> None:
             transfers.job_ended(JobEnd(job.job_id, JobKind.FETCH, outcome, 5)).key.chunk == job.key
         )
     transfers.end_if_done(transfer, 3.0)
-    succeeded = (KEYS[0].name, KEYS[2].name)
-    assert transfers.take_ends() == [TransferEnd(7, False, succeeded, 2.0, 10)]
+    assert transfers.take_ends() == [TransferEnd(7, False, (KEYS[0].name, KEYS[2].name), 2.0, 10)]
     assert (transfers.take_ends(), transfers.fetches, transfers.jobs) == ([], 0, {})
 
 

@@ -35,8 +35,7 @@ def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None
     first = [1, 2], [11, 12], [21, 22]
     assert len(desk.plan(scheduled(first, 0, 3, first)).saves) == 0
     moved = [0, 31, 3], [11, 12, 1], [0, 22, 23]
-    new = [31, 3], [1], [23]
-    saves = desk.plan(scheduled(moved, 3, 3, new)).saves
+    saves = desk.plan(scheduled(moved, 3, 3, ([31, 3], [1], [23]))).saves
     assert [(s.key.group, s.block_ids) for s in saves] == [(0, (11, 12)), (1, (31, 22))]
 
 
@@ -46,8 +45,7 @@ def test_a_block_that_the_engine_zeroes_or_copies_to_is_fenced(written: tuple[in
     tables = [1, 2], [11, 12], [21, 22]
     saves = desk.plan(scheduled(tables, 0, 4, tables)).saves
     readers = {save.job_id for save in saves if set(save.block_ids) & set(written)}
-    plan = desk.planner.plan((), 1.0, written)
-    assert set(plan.fences) == readers != set()
+    assert set(desk.planner.plan((), 1.0, written).fences) == readers != set()
 
 
 def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
@@ -130,8 +128,7 @@ def test_a_state_that_the_engine_keeps_itself_is_saved_at_any_place() -> None:
 
 
 def test_a_state_that_the_engine_writes_within_a_step_is_saved() -> None:
-    desk = state_desk("aaaabbbbccccdd")
-    assert saved_states(desk, [0, 0, 6, 7], 0, 14, 4, (12,)) == [(6, 106)]
+    assert saved_states(state_desk("aaaabbbbccccdd"), [0, 0, 6, 7], 0, 14, 4, (12,)) == [(6, 106)]
 
 
 def test_a_state_is_saved_only_where_the_prompt_can_resume() -> None:

@@ -26,8 +26,7 @@ def resident(prompt: str = "aaaa", **setup: object) -> Desk:
     desk = Desk(**setup)
     desk.add("first", prompt)
     while desk.lookup("first").wait:
-        fetches = desk.fetches()
-        answer(desk, [f.job_id for f in fetches], Outcome.OK, JobKind.FETCH)
+        answer(desk, [f.job_id for f in desk.fetches()], Outcome.OK, JobKind.FETCH)
     desk.planner.finished("first")
     desk.plan()
     return desk
@@ -156,8 +155,7 @@ def test_what_only_the_engine_has_is_saved_by_the_next_request_that_runs_over_it
     desk = resident(slots=1)
     desk.now_s = FRESH_S
     desk.make_resident("bbbb")  # takes the only slot
-    plan = in_own_cache(desk, "r")
-    answer(desk, ids(uses_of(plan)), MISSING)
+    answer(desk, ids(uses_of(in_own_cache(desk, "r"))), MISSING)
     desk.now_s += 30.0
     assert desk.keys(in_own_cache(desk, "next").saves) == [desk.key("aaaa")]
 
@@ -258,8 +256,7 @@ def test_items_count_as_well_wherever_they_are() -> None:
     desk.ensure("in host memory", image)
     (use,) = ledger.plan_due(desk.now_s)
     assert use.key == image.key
-    exists = JobEnd(use.job_id, JobKind.USE, EXISTS, fresh_s=FRESH_S)
-    desk.planner.on_end(exists, desk.now_s)
+    desk.planner.on_end(JobEnd(use.job_id, JobKind.USE, EXISTS, fresh_s=FRESH_S), desk.now_s)
     desk.schedule("in host memory", image)
     desk.planner.finished("in host memory")
     desk.now_s += FRESH_S

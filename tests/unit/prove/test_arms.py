@@ -60,6 +60,5 @@ def test_settings_are_found_and_changed_in_a_copy() -> None:
     several = {"kv_connector_extra_config": {"connectors": [{"kv_connector": "x"}, OFFLOADING]}}
     assert settings_of(OFFLOADING) is settings_of(several) is TIER
     assert settings_of({"kv_connector": "LMCacheConnectorV1"}) is None
-    changed = with_settings(OFFLOADING, prefix="p")
-    assert settings_of(changed) == {**TIER, "prefix": "p"}
+    assert settings_of(with_settings(OFFLOADING, prefix="p")) == {**TIER, "prefix": "p"}
     assert "prefix" not in TIER

@@ -54,5 +54,4 @@ def test_an_arm_that_failed_has_a_row_and_the_blame() -> None:
 
 def test_an_answer_that_changed_is_wrong() -> None:
     other = ArmAnswer((2,), ({2: -0.1},), True, 0.5)
-    report = report_of(ArmFacts([other] * 20, 1_000, 100, 800, 4_096))
-    assert report["verdict"] == "WRONG: restart"
+    assert report_of(ArmFacts([other] * 20, 1_000, 100, 800, 4_096))["verdict"] == "WRONG: restart"

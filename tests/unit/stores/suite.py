@@ -131,8 +131,7 @@ class ObjectStoreSuite:
         ],
     )
     async def test_a_range(self, store: ObjectStore, root: str, bounds: tuple[int, int]) -> None:
-        """It fills its part of a place, on either side of the seam, and tells of the object what a
-        HEAD tells."""
+        """It fills its part of a place, on either side of the seam, and tells what a HEAD tells."""
         begin, end = bounds
         await write(store, root + "k", pattern(3000, 1))
         place = apart(3000)
@@ -221,8 +220,7 @@ class ObjectStoreSuite:
 
     async def test_ranges_of_one_object_have_one_etag(self, store: ObjectStore, root: str) -> None:
         async def etag(first: int) -> str:
-            info = await store.get_into(root + "k", Place.of(bytearray(1000)), first=first)
-            return info.etag
+            return (await store.get_into(root + "k", Place.of(bytearray(1000)), first=first)).etag
 
         await write(store, root + "k", pattern(3000, 1))
         before = {await etag(first) for first in (0, 1000, 2000)}

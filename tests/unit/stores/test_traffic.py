@@ -80,8 +80,7 @@ FREE = Prices()
 def test_prices_follow_from_where_the_bucket_is(
     bucket: str, host: str, region: str, expected: Prices
 ) -> None:
-    traffic = Traffic(host=host, region=region)
-    assert prices_of(Config(bucket=bucket), traffic) == expected
+    assert prices_of(Config(bucket=bucket), Traffic(host=host, region=region)) == expected
 
 
 def test_a_thousand_requests_cost_what_the_list_says() -> None:

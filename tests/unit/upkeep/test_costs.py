@@ -20,5 +20,4 @@ def test_the_rate_of_uploads_is_that_of_a_month() -> None:
 
 def test_what_is_free_or_next_to_nothing() -> None:
     assert growth_warning(GROWTH_KNOWN_S, 1_000, PRICE) is None
-    said = growth_warning(GROWTH_KNOWN_S + 60.0, 6 * GIB, 0.0)
-    assert "$" not in said
+    assert "$" not in growth_warning(GROWTH_KNOWN_S + 60.0, 6 * GIB, 0.0)

@@ -136,8 +136,7 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says() -> N
         rig.hold(bucket, number)
     time_s += 2 * MIN_AGE_S
     oldest_left = rig.object_key(2)
-    budget = 7 * rig.FORMAT.object_bytes
-    async with rig.serving(bucket, bucket_bytes=budget) as (worker, _):
+    async with rig.serving(bucket, bucket_bytes=7 * rig.FORMAT.object_bytes) as (worker, _):
         await counted(worker, "io_cleaner_sweeps")
         left = {key for key in bucket._objects if keys.parse(key)}
         assert left == {rig.object_key(number) for number in range(2, 8)}

@@ -149,8 +149,7 @@ async def test_nothing_is_asked_while_jobs_wait() -> None:
 
 
 async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
-    bucket = Bucket()
-    refresher, _ = make(bucket)
+    refresher, _ = make(Bucket())
     for number in range(MAX_WAITING + 7):
         old = ObjectInfo(f"key-{number}", 10, 0.0, age_s=2 * AFTER_S)
         refresher.hit(old)
@@ -290,8 +289,7 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
 
 
 async def test_what_cannot_be_looked_at_is_answered_all_the_same() -> None:
-    bucket = Bucket()
-    refresher, _ = make(bucket)
+    refresher, _ = make(Bucket())
     answers = used(refresher, *(f"key-{number}" for number in range(MAX_WAITING + 7)))
     assert answers == [(Outcome.CANCELLED, 0.0)] * 7
     refresher.give_up()
@@ -305,8 +303,7 @@ async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
     refresher, _ = make(bucket)
     answers = used(refresher, *[rig.object_key(1)] * 3)
     await looked(refresher)
-    outcomes = [outcome for outcome, _ in answers]
-    assert outcomes == [Outcome.CANCELLED] * 2 + [Outcome.EXISTS]
+    assert [outcome for outcome, _ in answers] == [Outcome.CANCELLED] * 2 + [Outcome.EXISTS]
     assert refresher.failed == 2
 
 
@@ -391,8 +388,7 @@ async def test_a_shutdown_answers_the_uses_that_wait() -> None:
         worker.say(use(1), use(2))
         await until(lambda: bucket.asked["head"] > 0)
         worker.say(wire.Drain(100.0))
-        ends = await worker.done(2)
-        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
+        assert {end.outcome for end in (await worker.done(2)).values()} == {Outcome.CANCELLED}
         assert await worker.hear() == wire.Drained(0)
 
 
@@ -417,8 +413,7 @@ async def test_where_it_is_off_nothing_is_copied(
 ) -> None:
     caplog.set_level(logging.WARNING)
     bucket = Bucket(1, age_s=1e9)
-    config = rig.Config(**{"bucket": "bkt", **settings})
-    greeting = rig.handshake(config)
+    greeting = rig.handshake(rig.Config(**{"bucket": "bkt", **settings}))
     async with rig.serving(bucket, greeting=greeting) as (worker, _):
         await worker.end_of(rig.fetch(1))
         await asyncio.sleep(0.05)

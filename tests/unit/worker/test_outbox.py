@@ -110,8 +110,7 @@ def test_items_reach_the_bucket_without_anybody_asking(
     for number in range(5):
         name = NAMESPACE.chunk(key(number), SHARD)
         data = bytearray(bucket.get_object(Bucket=BUCKET, Key=name)["Body"].read())
-        shape = ItemShape(10 + number, len(data))
-        form = ItemFormat(NAMESPACE.digest, "BF16", shape)
+        form = ItemFormat(NAMESPACE.digest, "BF16", ItemShape(10 + number, len(data)))
         assert (
             form.check(Place.of(data, form.header_bytes), len(data), key(number).block_hash) is None
         )

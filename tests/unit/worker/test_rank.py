@@ -285,8 +285,7 @@ def marks_of(rig: Rig) -> list[int]:
 
 def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves(rig: Rig) -> None:
     saves = tuple(SaveJob(job, KEY, job, (4, 5)) for job in range(3))
-    loads = tuple(LoadJob(name, PARTS) for name in "ab")
-    plan = StepPlan(loads=loads, saves=saves)
+    plan = StepPlan(loads=tuple(LoadJob(name, PARTS) for name in "ab"), saves=saves)
     rig.rank.begin(plan)
     assert rig.copies.marks == 1, "the loads' mark is where the step begins"
     rig.rank.load(plan.loads)
@@ -344,8 +343,7 @@ def test_a_save_that_is_refused_ends_once(rig: Rig) -> None:
 def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
     """Objects of key group 1 have the blocks of the groups 0 and 2, half of them each."""
     rig = Rig(block_bytes={0: 1_000, 1: 10, 2: 500}, members={0: (1,), 1: (0, 2)})
-    window = ChunkKey(1, b"k" * 32)
-    rig.save(SaveJob(3, window, 5, (4, 5, 6, 7)), SaveJob(4, KEY, 9, (8,)))
+    rig.save(SaveJob(3, ChunkKey(1, b"k" * 32), 5, (4, 5, 6, 7)), SaveJob(4, KEY, 9, (8,)))
     copies = [order[:4] for order in rig.copies.orders]
     assert copies == [(6, 0, 5, (4, 5)), (7, 2, 5, (6, 7)), (8, 1, 9, (8,))]
     rig.rank.begin(StepPlan(fences=(3,)))

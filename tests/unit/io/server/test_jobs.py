@@ -156,8 +156,7 @@ def test_a_job_larger_than_the_limit_goes_alone() -> None:
     assert first.job_id == 1
     assert queue.take() is None
     queue.end(first)
-    second = queue.take()
-    assert second.job_id == 2
+    assert queue.take().job_id == 2
 
 
 def test_no_job_overtakes_one_that_waits_for_bytes() -> None:
@@ -179,8 +178,7 @@ def test_only_waiting_jobs_can_be_withdrawn() -> None:
     queue.add(job(2))
     assert queue.take() is not None
     assert queue.withdraw(1) is None
-    withdrawn = queue.withdraw(2)
-    assert withdrawn.job_id == 2
+    assert queue.withdraw(2).job_id == 2
     assert queue.withdraw(2) is None
     assert (1 in queue, 2 in queue, queue.ids(FETCH)) == (True, False, (1,))
 
@@ -208,8 +206,7 @@ def test_limits_hold_and_nothing_is_lost(seed: int) -> None:
         assert len(running) == queue.running <= places
         assert len(running) + queue.waiting == len(left)
         assert queue.running_bytes <= nbytes or queue.running == 1
-        uploads = sum(j.kind is UPLOAD for j in running)
-        assert uploads <= max(1, places // 2)
+        assert sum(j.kind is UPLOAD for j in running) <= max(1, places // 2)
         assert running or not queue.waiting
     assert set(queue.ids(FETCH)) | set(queue.ids(UPLOAD)) == left
 

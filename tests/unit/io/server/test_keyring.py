@@ -44,8 +44,7 @@ def told(data_key: bytes) -> str:
 
 async def test_without_encryption_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEYS_VARIABLE, "no key")
-    config = Config(bucket="bkt", encryption_keys_file="/missing")
-    assert await open_keyring(config) is None
+    assert await open_keyring(Config(bucket="bkt", encryption_keys_file="/missing")) is None
 
 
 @pytest.mark.parametrize("in_file", [False, True])

@@ -96,8 +96,7 @@ async def test_a_job_ends_whatever_its_error_says(words: str) -> None:
         answer = await worker.hear()
         assert isinstance(answer, wire.Ready)
         assert (answer.trouble, answer.message[:5]) == ("unavailable", words[:5])
-        end = await worker.end_of(rig.fetch(1))
-        assert end.outcome is Outcome.FAILED
+        assert (await worker.end_of(rig.fetch(1))).outcome is Outcome.FAILED
         await worker.settled()
 
 
@@ -335,8 +334,7 @@ async def test_uploads_are_tried_again_only_in_a_drain(drain: bool) -> None:
     async with rig.serving(store, max_attempts=3) as (worker, _):
         worker.fill(1, number=1)
         worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
-        end = (await worker.done(1))[1]
-        assert end.outcome is (Outcome.OK if drain else Outcome.FAILED)
+        assert (await worker.done(1))[1].outcome is (Outcome.OK if drain else Outcome.FAILED)
 
 
 async def test_a_drain_goes_on_when_the_worker_is_gone() -> None:

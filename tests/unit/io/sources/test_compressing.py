@@ -54,8 +54,7 @@ def compressor_of(
     codec: Any = None,
     **how: Any,
 ) -> Compressor:
-    decoder = Decoder(time.monotonic, codec or compressed.codec())
-    return Compressor(mode, decoder, pool, **how)
+    return Compressor(mode, Decoder(time.monotonic, codec or compressed.codec()), pool, **how)
 
 
 def job_of(data: bytes = DATA, form: ChunkFormat | ItemFormat = FORMAT) -> TransferJob:
@@ -71,8 +70,7 @@ async def stored(compressor: Compressor, job: TransferJob) -> bytes:
 
 
 def counted(compressor: Compressor) -> dict[str, int]:
-    counters = compressor.counters.items()
-    return {name.removeprefix("io_"): count for name, count in counters if count}
+    return {name.removeprefix("io_"): count for name, count in compressor.counters.items() if count}
 
 
 def is_idle(compressor: Compressor) -> bool:
@@ -107,8 +105,7 @@ async def test_formats_without_a_compressed_form_are_uploaded_plain(
 
 
 async def test_without_a_codec_or_the_setting_uploads_are_plain(pool: ThreadPoolExecutor) -> None:
-    without = Compressor("off", Decoder(time.monotonic))
-    for compressor in (compressor_of(pool, "off"), without):
+    for compressor in (compressor_of(pool, "off"), Compressor("off", Decoder(time.monotonic))):
         assert await stored(compressor, job_of()) == compressed.plain(DATA)
         assert counted(compressor) == {}
 

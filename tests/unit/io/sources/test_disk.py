@@ -273,8 +273,7 @@ async def test_a_bucket_that_hangs_holds_back_no_hit(
         hanging.answers.clear()
         worker.say(rig.fetch(2))
         await until(lambda: hanging.asked["get_into"] == 2)
-        hit = structs.replace(rig.fetch(1), near=near)
-        end = await asyncio.wait_for(worker.end_of(hit), 30)
+        end = await asyncio.wait_for(worker.end_of(structs.replace(rig.fetch(1), near=near)), 30)
         assert (end.outcome, end.source) == (Outcome.OK, "disk")
         hanging.answers.set()
         assert (await worker.done(1))[2].outcome is Outcome.MISSING
@@ -303,8 +302,7 @@ async def test_a_fetch_is_given_up_wherever_it_is(serving: Serving, hanging: Han
         worker.say(*map(rig.fetch, range(1, 5)))
         await until(lambda: hanging.asked["get_into"] == 1)
         worker.say(*(wire.Cancel(number) for number in range(4, 0, -1)), wire.Drain(100.0))
-        ends = await worker.done(4)
-        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
+        assert {end.outcome for end in (await worker.done(4)).values()} == {Outcome.CANCELLED}
         assert await worker.hear() == wire.Drained(0)
 
 

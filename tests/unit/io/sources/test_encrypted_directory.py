@@ -62,8 +62,7 @@ def test_an_object_comes_back(directory: EncryptedDirectory, nbytes: int) -> Non
     assert directory.used_bytes() == file.nbytes
     assert nbytes < 100 or data[:100] not in Path(file.path).read_bytes()
     assert rig.chunk(1).block_hash.hex() not in file.path
-    encrypted_key = directory.key_of(file.path)
-    assert str(directory.file_of(encrypted_key)) == file.path
+    assert str(directory.file_of(directory.key_of(file.path))) == file.path
 
 
 def test_header_and_payload_need_not_adjoin(directory: EncryptedDirectory) -> None:

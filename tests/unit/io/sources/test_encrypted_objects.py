@@ -201,8 +201,7 @@ async def test_an_object_that_is_replaced_between_ranges_is_never_mixed(
         bucket.after = [first] * (answered - 1) + [then]
         async with serving(bucket, PART_BYTES) as worker:
             assert (await worker.end_of(rig.fetch(1))).outcome is Outcome.OK
-            slot = compressed.slot(worker, 1)[FORMAT.header_bytes :]
-            assert slot in (data, FORMS[first])
+            assert compressed.slot(worker, 1)[FORMAT.header_bytes :] in (data, FORMS[first])
 
 
 async def test_a_bad_object_is_no_answer_to_a_second_request(
@@ -340,8 +339,7 @@ async def test_uses_renew_the_encrypted_object(*, is_old: bool) -> None:
     async def sleep(seconds: float) -> None:
         await asyncio.sleep(0)
 
-    rule = RefreshRule(1000.0, random.Random(0))
-    refresher = Refresher(store, rule, lambda: True, sleep=sleep)
+    refresher = Refresher(store, RefreshRule(1000.0, random.Random(0)), lambda: True, sleep=sleep)
     answers: list[Outcome] = []
     for number in (1, 2):
         refresher.use(rig.object_key(number), lambda outcome, fresh_s: answers.append(outcome))

@@ -80,8 +80,7 @@ async def test_header_and_payload_need_not_adjoin(store: EncryptedStore, seam: i
     await store.put(KEY, place, if_absent=True)
     assert bytes(place) == DATA
     target = apart(len(DATA), seam, room=500)
-    info = await store.get_into(KEY, target)
-    assert info is not None
+    assert await store.get_into(KEY, target) is not None
     assert bytes(target) == DATA + bytes(500)
 
 
@@ -98,8 +97,7 @@ async def test_a_receiver_learns_lengths_of_the_object_inside(store: EncryptedSt
 @pytest.mark.parametrize("room", [1, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 1])
 async def test_an_object_that_is_too_long_is_left_unread(store: EncryptedStore, room: int) -> None:
     await store.put(KEY, held(DATA), if_absent=True)
-    found = await read(store, room)
-    assert found == (len(DATA), bytes(room))
+    assert await read(store, room) == (len(DATA), bytes(room))
     told = Recorder(apart(room))
     info = await store.get_into(KEY, apart(len(DATA)), told)
     assert info is not None
@@ -216,8 +214,7 @@ async def test_after_a_rotation_old_objects_are_read_and_new_ones_have_the_new_k
 async def test_an_absent_object_costs_one_request_for_each_key(bucket: MemoryStore) -> None:
     for keys_held in ([MASTER], [MASTER, OTHER]):
         bucket.asked.clear()
-        store = EncryptedStore(bucket, Keyring(keys_held))
-        assert await read(store, 100) is None
+        assert await read(EncryptedStore(bucket, Keyring(keys_held)), 100) is None
         assert bucket.asked["get_into"] == len(keys_held)
 
 
@@ -248,8 +245,7 @@ async def test_a_listing_has_the_keys_of_encrypted_objects_which_can_be_used(
     assert await store.check(rig.NAMESPACE.root)
     assert await store.delete_many(listed[:1]) == []
     assert await store.delete(listed[1].key, if_etag=listed[1].etag)
-    place = Place.of(bytearray(encrypted_bytes(100)))
-    info = await store.get_into(listed[2].key, place)
+    info = await store.get_into(listed[2].key, Place.of(bytearray(encrypted_bytes(100))))
     assert info == listed[2]
     assert await store.erase(listed[2].key)
     assert bucket._objects == {}

@@ -58,8 +58,7 @@ def stored(
     seed: int = 0,
     shrunk: bool = False,
 ) -> bytes:
-    """The object that a rank with this shard has stored, compressed if asked. A byte says its
-    layer, head and place."""
+    """What a rank with this shard stored, compressed if asked. A byte says layer, head, place."""
     chunk = form(shard, integrity, order)
     data = bytearray(chunk.header_bytes)
     page = TOKENS * CONTENT * 2
@@ -230,8 +229,7 @@ async def test_where_all_ranks_are_of_one_size_a_miss_costs_no_second_request(
     async with reading(bucket, HALVES[0]) as reader:
         for number in range(8):
             reader.ask(number, bytes([number]) * 32)
-        ends = await reader.worker.done(8)
-        assert {end.outcome for end in ends.values()} == {Outcome.MISSING}
+        assert {end.outcome for end in (await reader.worker.done(8)).values()} == {Outcome.MISSING}
         assert all(reader.is_untouched(number) for number in range(8))
     assert sum(bucket.reads.values()) == 8
     assert bucket.asked["list"] == 1
@@ -268,8 +266,7 @@ async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket) -> None:
 )
 async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(bucket: Bucket, bad: Any) -> None:
     await bucket.store(*HALVES)
-    data = bad(stored(HALVES[1]))
-    await bucket.put(key(HALVES[1]), Place.of(data), if_absent=False)
+    await bucket.put(key(HALVES[1]), Place.of(bad(stored(HALVES[1]))), if_absent=False)
     async with reading(bucket, WHOLE) as reader:
         for _ in range(3):
             assert (await reader.fetch()).outcome is Outcome.MISSING
@@ -376,8 +373,7 @@ async def test_few_are_put_together_at_once(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes memory beside the slab; the others wait."""
-    cover_bytes = sum(len(stored(half)) for half in HALVES)
-    monkeypatch.setattr(chain, "MOST_STAGED_BYTES", 4 * cover_bytes)
+    monkeypatch.setattr(chain, "MOST_STAGED_BYTES", 4 * sum(len(stored(half)) for half in HALVES))
     await bucket.store(*HALVES)
     hashes = [bytes([n]) * 32 for n in range(12)]
     for block_hash in hashes:

@@ -264,8 +264,7 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket) -> None:
         stats = await worker.settled()
         assert (stats.running, stats.waiting) == (8, 2)
         bucket.gate.set()
-        ends = await worker.done(7)
-        assert {end.outcome for end in ends.values()} == {Outcome.MISSING}
+        assert {end.outcome for end in (await worker.done(7)).values()} == {Outcome.MISSING}
         assert bucket.most <= 8
 
 

@@ -208,8 +208,7 @@ async def test_a_range_of_an_object_of_another_length_does_not_land(
 ) -> None:
     assert len(OTHER) != len(STORED)
     for first, then in ((STORED, OTHER), (STORED, PLAIN), (PLAIN, STORED)):
-        job = job_of()
-        reception = Reception(decoder, job)
+        reception = Reception(decoder, job_of())
         bounds, *others = ranges_of(len(STORED), count)
         write_range(reception, first, bounds)
         for other in others:
@@ -239,8 +238,7 @@ async def test_a_range_of_another_object_is_not_written_over_what_is_decoded(
 
 
 async def test_an_object_too_long_for_its_place_does_not_land(decoder: Decoder) -> None:
-    job = job_of()
-    reception = Reception(decoder, job)
+    reception = Reception(decoder, job_of())
     memory = reception.land(FORMAT.object_bytes + 1)
     assert memory is not None
     assert memory.nbytes == FORMAT.object_bytes
@@ -286,8 +284,7 @@ async def test_no_wrong_payload_is_ever_right(decoder: Decoder, seed: int) -> No
         data, margin = damaged(rng), 4096
         around = bytearray(rng.randbytes(FORMAT.object_bytes + 2 * margin))
         before = bytes(around)
-        inside = memoryview(around)[margin:-margin]
-        job = job_of(Place.of(inside, FORMAT.header_bytes))
+        job = job_of(Place.of(memoryview(around)[margin:-margin], FORMAT.header_bytes))
         reception = Reception(decoder, job)
         if len(data) > FORMAT.object_bytes:
             continue
@@ -311,8 +308,7 @@ async def test_no_wrong_payload_is_ever_right(decoder: Decoder, seed: int) -> No
 @pytest.mark.parametrize("in_ranges", [True, False])
 async def test_without_a_codec_a_compressed_object_is_refused_as_such(*, in_ranges: bool) -> None:
     async def reason_of(data: bytes) -> Mismatch | None:
-        decoder = Decoder(time.monotonic)
-        reception = Reception(decoder, job_of())
+        reception = Reception(Decoder(time.monotonic), job_of())
         if not in_ranges:
             return await receive(reception, data, 3)
         for bounds in ranges_of(len(STORED), 3):
