@@ -76,7 +76,7 @@ class IoProcessError(S3KVError):
 
 
 class ClosedError(S3KVError):
-    """A method of a store was called after `close`, or was waiting for room during `close`."""
+    """A method of a store was called after `close`, or was waiting during `close`."""
 
 
 class CopyError(S3KVError, RuntimeError):

@@ -100,8 +100,7 @@ class Location:
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a job. A larger value is worse, so the outcome over all ranks is the
-    maximum."""
+    """The outcome of a job. Larger is worse: the outcome over all ranks is the maximum."""
 
     OK = 0
     EXISTS = 1

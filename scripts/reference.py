@@ -134,6 +134,6 @@ def _prose(doc: str, names: Container[str]) -> Iterator[str]:
 def _errors() -> str:
     doc = ast.get_docstring(ast.parse(inspect.getsource(errors)))
     assert doc is not None
-    tree = doc[doc.index("    S3KVError") : doc.index("\n\nIn flight")]
+    tree = doc[doc.index("    S3KVError") : doc.index("\n\nNone of")]
     drawn = "\n".join(line.removeprefix("    ") for line in tree.splitlines())
     return f"## Errors\n\n`from s3kv.errors import …`\n\n```text\n{drawn}\n```\n"

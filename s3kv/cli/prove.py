@@ -115,9 +115,8 @@ def prove(
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{option} is {str(file)!r}: its folder does not exist")
     server_of(model)
-    given = given_options(options)
+    given, names = given_options(options), _names(arms)
     refuse_connectors(given)
-    names = _names(arms)
     transfer = (
         _given_connector(connector_json)
         if connector_json is not None
@@ -138,8 +137,8 @@ def prove(
         transfer = proof.with_settings(transfer, **changes)
     logs = Path(tempfile.mkdtemp(prefix="s3kv-prove-"))
     click.echo(f"s3kv: the engines' logs are in {logs}, until all is proven", err=True)
-    ranks = given.get("--tensor-parallel-size", "1")
-    argv, size = [f"--model={model}", *options], 2 if ranks == "1" else 1
+    argv = [f"--model={model}", *options]
+    size = 2 if given.get("--tensor-parallel-size", "1") == "1" else 1
     with _cleaned(own):
         plan = proof.RunInputs(argv, transfer, size, logs, longest, prompts, seed)
         facts = _measure(names, plan)

@@ -56,7 +56,7 @@ def join_vllm_log() -> None:
 
 
 def leave_to_first_rank(rank: int) -> None:
-    """Restrict lines that all ranks would log alike to rank 0: silence them on any other `rank`."""
+    """Restrict lines that all ranks would log alike to rank 0: others log only warnings."""
     logging.getLogger(ENGINE_LOG).setLevel(logging.WARNING if rank else logging.NOTSET)
 
 

@@ -36,8 +36,7 @@ def room_for(count: int, unit_bytes: int, entry_bytes: Collection[int]) -> Room:
 
 
 class EqualSlots:
-    """Room for entries of one size: every place is one slot of `unit_bytes`. Contract: see
-    `Extents`."""
+    """Room for entries of one size: places of one slot, `unit_bytes`. Contract: see `Extents`."""
 
     __slots__ = ("_free", "count", "unit_bytes")
 

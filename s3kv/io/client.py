@@ -129,9 +129,9 @@ class IoClient:
         return len(uploads - jobs.uploaded()) if drained is None else drained.left
 
     def settle(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until every job on memory has ended, then kill the process, which
-        is replaced. Nothing uses the slab afterwards until the next `submit`, and the next `poll`
-        returns the ends."""
+        """Wait up to `timeout_s` until every job on memory has ended; if one has not, kill the
+        process, which is replaced, and wait for its end. Nothing uses the slab afterwards until the
+        next `submit`, and the next `poll` returns the ends."""
         moves = partial(self._jobs.of, JobKind.FETCH, JobKind.UPLOAD)
         self._wait(lambda: not moves(), time.monotonic() + timeout_s)
         if self._up is not None and moves():
@@ -222,8 +222,7 @@ class IoClient:
 
     @property
     def is_due(self) -> bool:
-        """Whether `poll` has anything to do. In most steps it has not, which saves them the system
-        calls."""
+        """Whether `poll` has anything to do. Most steps need no system call."""
         return (
             (child := self._up) is None
             or self._answers.ready is None

@@ -103,8 +103,7 @@ class BlockTable:
         return holder
 
     def hold(self, number: int) -> None:
-        """Hold a block once more, or an idle one again. Raises `BlockError` for one without a
-        name."""
+        """Hold a held or idle block. Raises `BlockError` for one without a name."""
         block = self._block(number)
         if block.key is None:
             raise BlockError(f"block {number} has no name: there is nothing to share")

@@ -94,8 +94,7 @@ class BlockTiers:
         return await self.host.flush()
 
     def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
-        """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
-        memory."""
+        """Save the block that holds `key`, unless it is in host memory, or on its way there."""
         number = hot.acquire(key, stream)
         assert number is not None, "it has just been named"
 

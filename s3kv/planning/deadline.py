@@ -70,7 +70,7 @@ class Wait:
     until_s: float = -math.inf
     """Time until which the answer stays "wait", unless `wake` is called earlier."""
     wanted: int = 0
-    """Chunks, or rows of encoder outputs, that it might get from the bucket, as of `started_s`."""
+    """Chunks, or rows of encoder outputs, that it might get from the bucket, as last estimated."""
 
     def begin(self, now_s: float, wanted: int) -> None:
         """Start or continue the wait. Only the first call since `start_over` sets the clock."""
@@ -97,8 +97,8 @@ class WaitFacts:
     """Inputs of `decide`. Times are seconds of one monotonic clock; counts are chunks (rows for
     encoder outputs).
 
-    missing: chunks not yet arrived. unproven: missing chunks that the bucket may not have, because
-        it does not have the next one.
+    missing: chunks not yet arrived. unproven: missing chunks that the bucket is not known to have,
+        if the rule counts them.
     compute_s: time to compute one chunk.
     gate: whether waits must pay off (`recompute_gate`); otherwise only `max_wait_s` counts.
     """

@@ -36,7 +36,7 @@ class BucketIndex:
     many absent ones. A full young generation becomes the old one, and the previous old one is
     forgotten. An expired present verdict still counts for `is_present`, but not for `verdict`. An
     absent one expires after `miss_ttl_s`, and its generation with its first verdict. Raises
-    `ValueError` for a capacity below 4. A full index of the default capacity takes 300 MB.
+    `ValueError` for a capacity below 2. A full index of the default capacity takes 300 MB.
     """
 
     __slots__ = (
@@ -45,8 +45,8 @@ class BucketIndex:
     )
 
     def __init__(self, *, capacity: int = 2_000_000, miss_ttl_s: float = 20.0) -> None:
-        if capacity < 4:
-            raise ValueError(f"capacity is {capacity}: allowed is 4 or more")
+        if capacity < 2:
+            raise ValueError(f"capacity is {capacity}: allowed is 2 or more")
         self._generation_size = capacity // 2
         self._miss_ttl_s = miss_ttl_s
         self._young: dict[bytes, float] = {}

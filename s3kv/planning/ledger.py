@@ -20,7 +20,7 @@ These rules make it safe:
 - While the breaker is open, fetches read only this host's disk, if it has one. An end without the
   bucket carries no information about the bucket.
 - A key that is computed during its fetch is saved beside the fetch, which then fills a place
-  without a key and is discarded. The bucket's answer thus does not decide whether it is kept.
+  without a key and is discarded; unless the index has it as present, and waits for the fetch.
 - Unsaved entries (`planning.uploads`) may be evicted, so an outage does not fill host memory with
   data that cannot be uploaded. An upload that can never work is given up at once, for good.
 

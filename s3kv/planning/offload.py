@@ -117,7 +117,7 @@ class OffloadPlanner:
         """RETRY counts of this pass by request, whose later answers are RETRY; callers add them."""
         self._active: dict[str, _OffloadRequest] = {}  # with a lookup in this pass, or a fetch
         self._promised = self._probes = 0  # sums over all requests
-        self.is_idle = False  # whether all requests waited for rows at the end of the last pass
+        self.is_idle = False  # whether all requests only waited at the end of the last pass
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then

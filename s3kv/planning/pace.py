@@ -59,7 +59,7 @@ class FetchTime:
     Each source (`JobEnd.source`) has its own line, so a fast source does not make the bucket look
     fast, and the bucket does not make the source look slow. If one connection is the limit, the
     line shows only the latency; on a full network, only the time per unit. The bucket is expected
-    to answer, because it is asked last and has the most; before that, the last source to answer.
+    to answer, because it has the most; before its first answer, the last source that answered.
 
     Until a fetch arrives, waits that timed out are a lower bound, and so are absences: answers that
     an object is absent. Both cover all sources together: a fetch that has not arrived has no source

@@ -65,8 +65,8 @@ class PrefixLookup(Lookup):
         return self.end is None
 
     def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
-        """Lease resident chunks from the first missing one on, and request more, all before `end`.
-        Where every chunk makes the hit longer, chunks between `end` and `aim` are also leased."""
+        """Lease resident chunks from the first missing one on, up to `aim`, and request more, all
+        before `end`."""
         self.is_open = True
         coverage = self.coverage
         first = self.own = local_tokens // coverage.chunk_tokens

@@ -72,7 +72,7 @@ WAIT, NOTHING = Answer(True, 0), Answer(False, 0)
 
 class RequestState(IdentityEnum):
     NEW = "new"
-    """The engine has not asked about it yet. Its chunks may already be on their way."""
+    """No lookup is open. Fetches of its chunks may already be under way."""
     WAITING = "waiting"
     """The last lookup returned `WAIT`; the engine repeats it later."""
     OFFERED = "offered"

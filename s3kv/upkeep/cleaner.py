@@ -44,8 +44,7 @@ deletion counts as listed."""
 REFRESHED = 4
 """Refreshes of an object in use within the time for which unused objects stay."""
 _FULL = 0.8
-"""Share of the budget above which objects in use are refreshed. Below it nothing is deleted
-soon."""
+"""Share of the budget above which objects in use are refreshed: deletions are near."""
 _SWEEPS_PER_IDLE = 10
 _SETTLE_S = 5.0
 """Pause after taking a lease, to detect a second taker: the later one holds it."""

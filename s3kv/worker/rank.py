@@ -170,8 +170,7 @@ class RankWorker:
                 self.counters[f"{done.kind.value}_corrupt_{done.reason}"] += 1
 
     def take_report(self) -> StepReport | None:
-        """The ends since the last call, and the number of the plan begun since; None if there is
-        neither."""
+        """The ends since the last call, and the number of the plan begun since, if any."""
         if not self._report.ends and self._report.number is None:
             return None
         report, self._report = self._report, StepReport()

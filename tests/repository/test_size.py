@@ -10,10 +10,10 @@ import pytest
 from tests.project import ROOT
 from tests.repository.test_project import functions
 
-MOST_LINES = 30_470
+MOST_LINES = 30_460
 """Lines of `s3kv/`. A change may lower the number, and may not raise it."""
 LONG_FUNCTION_LINES = 20
-MOST_TEST_LINES = 64_506
+MOST_TEST_LINES = 64_343
 """Lines of `tests/`. The same goes for them."""
 
 

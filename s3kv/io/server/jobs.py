@@ -88,8 +88,7 @@ class JobQueue:
         """True while the process drains: uploads then use all their places."""
 
     def limit_requests(self, max_requests: int) -> None:
-        """Change the limit on requests that run at once. Running requests above the limit
-        continue."""
+        """Change the limit on requests that run at once. Running ones above it continue."""
         self._places.max_requests = max_requests
         self._upload_places.max_requests = max(1, max_requests // 2)
 

@@ -36,7 +36,7 @@ from s3kv.upkeep.refreshing import Refresher
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
-"""Maximum number of attempts per fetch; none begins after `max_wait_ms`."""
+"""Maximum number of attempts per request; see `attempts`."""
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 1.0
 

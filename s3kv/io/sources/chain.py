@@ -84,8 +84,7 @@ class Chain:
     ) -> None:
         self._sources, self._bucket, self._disk = sources, bucket, disk
         self._fetches: dict[str, tuple[asyncio.Task[Any] | None, float]] = {}
-        """The last fetches, by key: the task, which may have ended, and when it began. The oldest
-        are first."""
+        """The last fetches, by key, oldest first: the task, which may have ended, and its start."""
 
     async def run(self, job: TransferJob, near: bool | None = None) -> JobEnd:
         """Move one object, in a task of its own. After it has returned, raised or been cancelled,

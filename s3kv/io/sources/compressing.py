@@ -1,6 +1,6 @@
 """Compression of objects before their upload, where it pays off and as far as it keeps up.
 
-One or two threads encode. An object that would wait for others is uploaded plain, and so is every
+One or two threads encode. An object that finds their queue full is uploaded plain, and so is every
 object while the process drains: compression delays no upload and causes none to be given up. With
 `compress: auto`, objects are also uploaded plain while the bucket delivers nearly as fast as this
 host decodes (`speeds`).

@@ -68,20 +68,20 @@ class Lateness:
     def __init__(self, percent: float) -> None:
         self._late_s, self._last_late_s = _FIRST_LATE_S, _FIRST_LAST_LATE_S
         self._share = percent / 100
-        self._reads = 0
+        self._begun = 0
         self._budget = _BURST if percent > 0 else 0.0
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def sent(self) -> None:
         """Count a read."""
-        self._reads += 1
         self._budget = min(_BURST, self._budget + self._share)
 
     def began(self, seconds: float) -> None:
         """Note the time of a first byte."""
         self._samples.append(seconds)
+        self._begun += 1
         known = len(self._samples)
-        if known == _FEWEST_SAMPLES or (known > _FEWEST_SAMPLES and self._reads % 16 == 0):
+        if known == _FEWEST_SAMPLES or (known > _FEWEST_SAMPLES and self._begun % 16 == 0):
             ordered = sorted(self._samples)
             self._late_s = _FACTOR * ordered[int(_QUANTILE * known)]
             self._last_late_s = min(self._late_s, _LAST_FACTOR * ordered[known // 2])
@@ -99,8 +99,7 @@ class Lateness:
 
 
 class Unanswered:
-    """Reads without a first byte. Notifies each of them once, when it is late. Belongs to one
-    asyncio loop."""
+    """Reads without a first byte. Notifies each once, when it is late. Used on one asyncio loop."""
 
     def __init__(self, lateness: Lateness) -> None:
         self._lateness = lateness

@@ -13,8 +13,7 @@ a chunk in use is not recomputed for long."""
 
 
 class Quarantine:
-    """Keys of objects whose last read did not verify. Pure: times are seconds of one monotonic
-    clock."""
+    """Keys of objects whose last read did not verify. Pure. Times: seconds, monotonic."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}

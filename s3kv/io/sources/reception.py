@@ -31,7 +31,7 @@ class Decoder:
     """The threads that decode, the compressed forms of this worker's formats, and the speeds of
     receiving and decoding. Belongs to one asyncio loop.
 
-    clock: in seconds, called in any thread; not a loop's, which may stand still for an iteration.
+    clock: in seconds, called in any thread. With a codec, not a loop's, which may stand still.
     codec: None if there is none. executor: decodes several objects at once; needed with a codec.
     seals: whether the place of a compressed object also receives the header of the plain one.
     """

@@ -29,8 +29,7 @@ _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 
 
 class Stale(BadAnswer):
-    """End of a connection that had been idle, before any byte of this answer: the peer had closed
-    it."""
+    """End of an idle connection before any byte of this answer: the peer had closed it."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -182,8 +181,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
 
     async def _send(self, head: bytes, body: Place, answer: asyncio.Future[Response]) -> bool:
-        """Write the request. False if its answer came, or the connection ended, before all was
-        sent."""
+        """Write the request. False if its answer came, or the connection ended, before that."""
         for piece in (memoryview(head), *body.pieces(PIECE_BYTES)):
             if self._transport is None or answer.done():
                 return False

@@ -176,7 +176,7 @@ class Pool:
                     self._idle.append(connection)
 
     def _leave(self, address: str) -> None:
-        """Open connections elsewhere for a while, and end the idle ones to this address."""
+        """Open connections elsewhere for a while, and end idle ones to it if there are others."""
         self._addresses.failed(address)
         if self._addresses.several:
             for connection in self._idle:

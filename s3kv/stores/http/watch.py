@@ -62,8 +62,7 @@ class Watch:
         self._for_answer = self._overslept = False
 
     def wait(self, wait_ms: int, *, for_answer: bool = False) -> None:
-        """Set the deadline to `wait_ms` from now, whatever it was. for_answer: the request has been
-        sent."""
+        """Set the deadline to `wait_ms` from now. for_answer: the request has been sent."""
         self._wait_ms, self._for_answer, self._overslept = wait_ms, for_answer, False
         self._give_up_s = self._loop.time() + wait_ms / 1e3
         self.stop()

@@ -8,7 +8,7 @@ refusal is therefore taken as a hint that there may be new credentials now.
 A directory bucket (S3 Express One Zone) accepts no requests signed with a user's own keys. The keys
 are exchanged for those of a session, which lasts five minutes and may read, or read and write, as
 its user may (https://docs.aws.amazon.com/AmazonS3/latest/API/API_CreateSession.html). botocore
-requests it: the client for that call costs a thread some 30 ms, once in four minutes.
+requests it: the client for that call costs a thread some 30 ms, once in three minutes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from s3kv.stores.s3.answers import THROTTLED, Refusal
 T = TypeVar("T")
 
 _RENEW_NOW_S = 60
-"""Time before credentials expire at which requests wait for new ones. botocore starts to look for
-them 14 minutes earlier; until then requests use the old ones, even if it finds no others."""
+"""Time before credentials expire at which requests wait for new ones: a request signed in time may
+arrive late. botocore looks for new ones 14 minutes earlier, and for a session one minute; meanwhile
+requests use the old ones, even if it finds no others."""
 _RENEW_AGAIN_S = 10.0
 """Least time between two such lookups: a failing source is not queried for every request."""
 _LOOK_AGAIN_S = 1.0
@@ -40,8 +41,6 @@ _LOOK_AGAIN_S = 1.0
 make us search for every request."""
 _LOOK_S = 10.0
 """Longest wait for a source of credentials. The search continues, for later requests."""
-_RENEW_SESSION_S = 60
-"""Time before its end at which a session is replaced: a request signed in time may arrive late."""
 _NO_ANSWER = (
     exceptions.HTTPClientError,
     exceptions.ConnectionError,
@@ -179,7 +178,7 @@ def _open_session(config: Config) -> RefreshableCredentials:
             "expiry_time": told["Expiration"].isoformat(),
         }
 
-    limits = {"advisory_timeout": _RENEW_SESSION_S, "mandatory_timeout": _RENEW_SESSION_S}
+    limits = {"advisory_timeout": 2 * _RENEW_NOW_S, "mandatory_timeout": _RENEW_NOW_S}
     return RefreshableCredentials.create_from_metadata(create(), create, "s3express", **limits)
 
 

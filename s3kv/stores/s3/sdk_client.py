@@ -75,7 +75,7 @@ class SdkClient:
     It raises the errors of `FastClient` in the same words. Bodies are copied: a PUT holds up to a
     quarter of a MiB of its object a second time. Timeouts are those of the settings, except that
     connecting and waiting for an answer may together take the sum of both. aiobotocore sends each
-    request once; aiohttp sends it once more if an idle connection proves to be closed. A PUT that
+    request once; aiohttp sends one without a body once more if its connection is closed. A PUT that
     is redirected raises `StoreUnavailable`; the error of `S3Store.check` names the region.
     """
 

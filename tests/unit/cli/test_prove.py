@@ -103,10 +103,10 @@ def test_a_report_that_cannot_be_written_costs_no_verdict(run: Run, tmp_path: Pa
 
 
 async def test_a_deletion_that_fails_is_tried_again() -> None:
-    store = MemoryStore(errors={"erase": [StoreUnavailable("busy")]})
+    store = MemoryStore(errors={"delete": [StoreUnavailable("busy")]})
     store.hold("p/1", b"")
     await prove._delete(store, "p/")
-    assert store.asked["erase"] == 2
+    assert store.asked["delete"] == 2
 
 
 def test_undeletable_objects_cost_no_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,8 @@ async def test_what_is_right_when_read_again_is_not_damaged() -> None:
     verifier = Verifier(store, Config(bucket="bkt"), Verification(), delete=True)
     picks = await sample(store, "s3kv", 10, random.Random(0))
     await store.delete(key(2))
-    picks[2] = (picks[2][0], replace(picks[2][1], nbytes=2**30 + 1))  # large, and not damaged
+    gone = next(pick for pick in picks if pick[1].key == key(2))
+    picks.append((gone[0], replace(gone[1], nbytes=2**30 + 1)))  # large is not damaged
 
     async def given() -> Any:
         for pick in picks:
@@ -282,4 +283,4 @@ async def test_what_is_right_when_read_again_is_not_damaged() -> None:
 
     await verifier.run(given())
     found = verifier.found
-    assert (found.checked, found.misread, found.gone, found.damaged) == (4, 4, 1, [])
+    assert (found.checked, found.misread, found.gone, found.damaged) == (4, 4, 2, [])

@@ -45,6 +45,13 @@ def test_late_is_what_few_others_are() -> None:
     assert it.late_s(LAST) == pytest.approx(1.5 * 0.095, abs=0.01)  # thrice the median is later
 
 
+def test_late_follows_bursts_of_one_length() -> None:
+    it = lateness(requests=1)
+    for seconds in [0.02] * 320 + [0.5] * 320:
+        it.began(seconds)
+    assert it.late_s(MANY) == pytest.approx(1.5 * 0.5)
+
+
 @pytest.mark.parametrize(("percent", "hedges"), [(3.0, 8 + 30), (0.0, 0)])
 def test_only_a_few_percent_are_sent_again(percent: float, hedges: int) -> None:
     it = Lateness(percent)

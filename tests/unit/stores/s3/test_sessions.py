@@ -19,6 +19,7 @@ from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.unit.stores.s3.conftest import opened
+from tests.waiting import until
 
 BUCKET = "cache--use1-az4--x-s3"
 
@@ -107,6 +108,15 @@ async def test_a_session_is_replaced_before_it_ends() -> None:
         await get(store)
         await get(store)
     assert len(set(zone.used())) == 2
+
+
+async def test_no_request_waits_for_a_session_while_another_is_good() -> None:
+    zone = Zone(lasts_s=100)
+    async with store_in(zone) as store:
+        for _ in range(2):
+            await get(store)
+        assert len(set(zone.used())) == 1
+        await until(lambda: zone.sessions == 3)
 
 
 async def test_a_refused_session_is_replaced_once() -> None:
