@@ -1,7 +1,7 @@
 locals {
   request_metrics       = coalesce(var.request_metrics, !local.express)
   first_byte_latency_ms = coalesce(var.max_first_byte_latency_ms, local.express ? 50 : 500)
-  storage_type          = local.express ? "ExpressOneZone" : "StandardStorage"
+  storage_type          = local.express ? "ExpressOneZoneStorage" : "StandardStorage"
 
   request_dimensions = {
     BucketName = local.bucket_name

@@ -68,6 +68,35 @@ data "aws_iam_policy_document" "bucket" {
     }
   }
 
+  # A request that names KMS and no key gets AWS's own key (aws/s3), not the bucket's.
+  dynamic "statement" {
+    for_each = local.express || var.kms_key_arn == null ? [] : [1]
+
+    content {
+      sid       = "DenyKmsWithoutKey"
+      effect    = "Deny"
+      actions   = ["s3:PutObject"]
+      resources = ["${local.bucket_arn}/*"]
+
+      principals {
+        type        = "*"
+        identifiers = ["*"]
+      }
+
+      condition {
+        test     = "Null"
+        variable = "s3:x-amz-server-side-encryption"
+        values   = ["false"]
+      }
+
+      condition {
+        test     = "Null"
+        variable = "s3:x-amz-server-side-encryption-aws-kms-key-id"
+        values   = ["true"]
+      }
+    }
+  }
+
   # An object encrypted with a key that the caller sends (SSE-C) can be read by nobody who lacks that
   # key. A request that names no such key must pass, hence Null. Directory buckets have no SSE-C.
   dynamic "statement" {

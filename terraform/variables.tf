@@ -50,7 +50,7 @@ variable "availability_zone_id" {
 }
 
 variable "prefix" {
-  description = "What all keys of s3kv start with; its setting of the same name."
+  description = "What all keys of s3kv start with; its setting of the same name. Objects under a former prefix no longer expire: delete them by hand."
   type        = string
   default     = "s3kv"
   nullable    = false
@@ -177,6 +177,12 @@ variable "irsa" {
   validation {
     condition     = length(setintersection(keys(var.irsa), keys(var.pod_identities))) == 0
     error_message = "a name must not be in both irsa and pod_identities: it names a role."
+  }
+
+  validation {
+    # Here and not at settings, whose errors would wait for those of the roles' names.
+    condition     = !var.cleaner || var.storage == "express" || setsubtract(concat(values(var.pod_identities)[*].access, values(var.irsa)[*].access), ["reader"]) != toset(["writer"]) || try(var.settings.bucket_bytes, 0) == 0 && try(var.settings.bucket_idle_s, 0) == 0
+    error_message = "bucket_bytes and bucket_idle_s in settings make engines delete, but access in pod_identities and irsa is \"writer\" at most, who may not: set access = \"cleaner\" for the engines with these settings."
   }
 
   validation {

@@ -57,6 +57,71 @@ run "a_role_of_64_characters" {
   }
 }
 
+run "a_budget_that_one_role_may_keep" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name           = "cache"
+    cleaner        = true
+    settings       = { bucket_bytes = "10TiB", bucket_idle_s = 86400 }
+    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s" } }
+    irsa           = { b = { oidc_provider_arn = "arn:aws:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s", access = "cleaner" } }
+  }
+}
+
+# Whoever writes has a role of its own making.
+run "a_budget_beside_readers" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name           = "cache"
+    cleaner        = true
+    settings       = { bucket_bytes = "10TiB" }
+    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s", access = "reader" } }
+  }
+}
+
+run "a_writer_without_a_budget" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name           = "cache"
+    cleaner        = true
+    settings       = { bucket_bytes = 0 }
+    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s" } }
+  }
+}
+
+# Every writer of a directory bucket may delete.
+run "a_budget_in_express" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name                 = "cache"
+    storage              = "express"
+    availability_zone_id = "apne1-az4"
+    cleaner              = true
+    settings             = { bucket_bytes = "10TiB" }
+    pod_identities       = { a = { cluster_name = "c", namespace = "n", service_account = "s" } }
+  }
+}
+
 run "a_name_that_just_fits_express" {
   command = plan
 

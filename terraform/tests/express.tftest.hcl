@@ -178,7 +178,7 @@ run "express" {
   }
 
   assert {
-    condition     = aws_cloudwatch_metric_alarm.size[0].dimensions == tomap({ BucketName = "cache--euw1-az1--x-s3", StorageType = "ExpressOneZone" })
+    condition     = aws_cloudwatch_metric_alarm.size[0].dimensions == tomap({ BucketName = "cache--euw1-az1--x-s3", StorageType = "ExpressOneZoneStorage" })
     error_message = "the size of a directory bucket is counted in a storage type of its own"
   }
 

@@ -67,7 +67,7 @@ run "kms" {
   }
 
   assert {
-    condition = [for statement in jsondecode(aws_s3_bucket_policy.this.policy).Statement : statement if startswith(statement.Sid, "DenyWrong")] == [
+    condition = [for statement in jsondecode(aws_s3_bucket_policy.this.policy).Statement : statement if !endswith(statement.Sid, "Tls")] == [
       {
         Sid       = "DenyWrongEncryption"
         Effect    = "Deny"
@@ -90,12 +90,33 @@ run "kms" {
           StringNotEquals = { "s3:x-amz-server-side-encryption-aws-kms-key-id" = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555" }
         }
       },
+      {
+        Sid       = "DenyKmsWithoutKey"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3:PutObject"
+        Resource  = "arn:aws:s3:::cache/*"
+        Condition = {
+          Null = {
+            "s3:x-amz-server-side-encryption"                = "false"
+            "s3:x-amz-server-side-encryption-aws-kms-key-id" = "true"
+          }
+        }
+      },
+      {
+        Sid       = "DenyCustomerKeys"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3:PutObject"
+        Resource  = "arn:aws:s3:::cache/*"
+        Condition = { Null = { "s3:x-amz-server-side-encryption-customer-algorithm" = "false" } }
+      },
     ]
     error_message = "bucket policy: ${aws_s3_bucket_policy.this.policy}"
   }
 
   assert {
-    condition     = length(jsondecode(aws_s3_bucket_policy.this.policy).Statement) == 5
+    condition     = length(jsondecode(aws_s3_bucket_policy.this.policy).Statement) == 6
     error_message = "bucket policy: ${aws_s3_bucket_policy.this.policy}"
   }
 

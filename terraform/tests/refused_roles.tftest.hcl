@@ -210,3 +210,40 @@ run "a_cleaner_without_the_switch_by_irsa" {
 
   expect_failures = [var.irsa]
 }
+
+run "a_budget_that_no_role_may_keep" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name           = "cache"
+    cleaner        = true
+    settings       = { bucket_bytes = "10TiB" }
+    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s" } }
+  }
+
+  expect_failures = [var.irsa]
+}
+
+run "an_idle_time_that_no_role_may_keep" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name     = "cache"
+    cleaner  = true
+    settings = { bucket_idle_s = 86400 }
+    irsa = {
+      a = { oidc_provider_arn = "arn:aws:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s" }
+      b = { oidc_provider_arn = "arn:aws:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "t", access = "reader" }
+    }
+  }
+
+  expect_failures = [var.irsa]
+}
