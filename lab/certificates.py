@@ -7,8 +7,7 @@ from pathlib import Path
 
 
 def self_signed(path: Path, *names: str) -> Path:
-    """A certificate for `names` ("IP:127.0.0.1"): with its key in `path`, alone in
-    `path`.crt."""
+    """A certificate for `names` ("IP:127.0.0.1"): with its key in `path`, alone in `path`.crt."""
     key = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30"
     subject = ["-subj", "/CN=localhost", "-addext", f"subjectAltName={','.join(names)}"]
     files = ["-keyout", str(path), "-out", f"{path}.crt"]

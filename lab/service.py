@@ -58,11 +58,10 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
 
 
 def answers(url: str) -> bool:
-    """Whether an HTTP server answers there, be it with an error."""
+    """Whether an HTTP server answers there itself, no proxy in its place, be it with an error."""
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with directly.open(url, timeout=5):
             return True
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)

@@ -79,8 +79,7 @@ def convert(target: Path) -> None:
     reader = GGUFReader(next(file for name, file in files.items() if name.endswith(".gguf")))
 
     def field(name: str) -> Any:
-        found = reader.fields[name]
-        return found.contents()
+        return reader.fields[name].contents()
 
     target.mkdir()
     _write_texts(target, field)
@@ -158,8 +157,7 @@ def _tokenizer(tokens: Sequence[str], special: Sequence[str], merges: Sequence[s
     """GPT-2's on bytes, with each digit by itself: what GGUF calls "smollm"."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    halves = (merge.split(" ") for merge in merges)
-    pairs = [(first, second) for first, second in halves]
+    pairs = [(first, second) for first, second in (merge.split(" ") for merge in merges)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     digits = pre_tokenizers.Digits(individual_digits=True)

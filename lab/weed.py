@@ -43,12 +43,9 @@ def weed_process(home: Path, volumes: int = 100) -> Iterator[S3Server]:
     port, *others = free_ports(1 + len(_PORTS))
     options = {name: str(other) for name, other in zip(_PORTS, others, strict=True)}
     options |= {"dir": str(home), "ip": "127.0.0.1", "s3.port": str(port)}
-    options |= {
-        "s3.config": str(identities),
-        "volume.max": str(volumes),
-        "master.volumeSizeLimitMB": "64",
-    }
-    options |= {"s3.port.iceberg": "0", "s3.port.lance": "0", "master.telemetry": "false"}
+    options |= {"s3.config": str(identities), "volume.max": str(volumes)}
+    options |= {"master.volumeSizeLimitMB": "64", "master.telemetry": "false"}
+    options |= {"s3.port.iceberg": "0", "s3.port.lance": "0"}
     options |= {f"{one}.localSocket": str(home / f"{one}.sock") for one in ("filer", "s3")}
     program = find_weed()
     assert program is not None

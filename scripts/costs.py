@@ -7,6 +7,7 @@ fast it computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from s3kv import prices
@@ -89,9 +90,7 @@ def bill(result: dict[str, Any]) -> str:
     head = ["`host_bytes`", "`bucket_bytes`", "prompt tokens found in the bucket", "PUTs"]
     head += ["other requests", "storage", "computing spared", "net"]
     rows = []
-    for run in result["runs"]:
-        if not run["host_gib"]:
-            continue
+    for run in filter(itemgetter("host_gib"), result["runs"]):
         month = run["usd_per_month"]
         others = month["gets"] + month["upkeep"]
         dollars = (month["puts"], others, month["storage"], month["spared"])
@@ -107,9 +106,7 @@ def compressed(result: dict[str, Any]) -> str:
     head = ["`bucket_bytes`", "an object", "prompt tokens found in the bucket", "median TTFT"]
     head += ["received", "storage", "computing spared", "net"]
     rows = []
-    for run in result["runs"]:
-        if not run["host_gib"]:
-            continue
+    for run in filter(itemgetter("host_gib"), result["runs"]):
         share, month = run["stored_share"], run["usd_per_month"]
         cells = [
             f"{run['bucket_gib']:,.0f} GiB",
@@ -137,15 +134,10 @@ def chunk() -> str:
         ("keeping it for a day", [_micro(e.storage_dollars(1)) for e in ENGINES]),
         ("keeping it for a week", [_micro(e.storage_dollars(7)) for e in ENGINES]),
         ("fetching it once: GETs", [_micro(e.get_dollars) for e in ENGINES]),
-        (
-            "**fetches to break even, kept for a day**",
-            [f"**{e.break_even(1):.1f}**" for e in ENGINES],
-        ),
-        (
-            "**fetches to break even, kept for a week**",
-            [f"**{e.break_even(7):.1f}**" for e in ENGINES],
-        ),
     ]
+    for span, days in (("day", 1), ("week", 7)):
+        even = [f"**{e.break_even(days):.1f}**" for e in ENGINES]
+        rows.append((f"**fetches to break even, kept for a {span}**", even))
     head = ("millionths of a dollar, unless stated", *(engine.name for engine in ENGINES))
     return table(head, [(name, *values) for name, values in rows])
 

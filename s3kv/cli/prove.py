@@ -185,8 +185,7 @@ def _own_connector(
 def _examine(config: Config) -> None:
     """Raise `ConfigError`, with remedies, if the bucket cannot be used."""
     findings = examine(config, "probe", bandwidth_bytes=0)
-    faults = [f"{f.check}: {f.detail} → {f.remedy}" for f in findings if f.status == "fault"]
-    if faults:
+    if faults := [f"{f.check}: {f.detail} → {f.remedy}" for f in findings if f.status == "fault"]:
         raise ConfigError("the bucket cannot be used: " + "; ".join(faults))
 
 

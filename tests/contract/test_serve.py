@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from vllm.entrypoints.cli import main
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -39,6 +40,10 @@ def test_vllm_has_the_options_that_are_read_and_added(known: set[str]) -> None:
 def test_no_option_of_ours_hides_one_of_vllm(known: set[str]) -> None:
     ours = {option for p in cli.commands["serve"].params for option in (*p.opts, *p.secondary_opts)}
     assert ours & known == set()
+
+
+def test_vllms_command_runs_as_a_module() -> None:
+    assert 'if __name__ == "__main__":\n    main()' in Path(str(main.__file__)).read_text()
 
 
 def test_the_platform_is_vllms() -> None:

@@ -4,8 +4,8 @@ bucket of the user's own when it cannot be used, and is left in it."""
 from __future__ import annotations
 
 import io
+import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from demo import reader
+from demo import __main__, place, reader
 from demo.place import place_to_use
 from demo.reader import QUESTIONS, pages_as_text, plain
 from demo.words import Words
 from lab.engine import ROOT
 from lab.s3 import S3Server, moto_process
+from lab.service import answers, free_ports
 
 
 def test_every_question_is_answered_on_a_page() -> None:
@@ -82,6 +83,28 @@ def test_an_import_cannot_swallow_an_interrupt(number: signal.Signals) -> None:
     assert demo.stderr == "Interrupted. Nothing of it is left running.\n"
 
 
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(__main__, "find_spec", lambda name: None)
+    assert __main__.main([]) == 2
+    assert "Run `make clean`, then `make demo PYTHON=python3.11`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("listed", "kept"), [("", ""), ("a.example", "a.example,"), ("*", None)])
+def test_no_proxy_stands_before_a_server_of_our_own(
+    monkeypatch: pytest.MonkeyPatch, listed: str, kept: str | None
+) -> None:
+    monkeypatch.setattr(place, "find_weed", lambda: None)
+    env = {n: v for n, v in os.environ.items() if not n.lower().endswith("_proxy")}
+    with moto_process() as proxy:  # it answers whatever it is asked
+        monkeypatch.setattr(os, "environ", env | {"http_proxy": proxy.url, "NO_PROXY": listed})
+        assert not answers(f"http://127.0.0.1:{free_ports(1)[0]}/")
+        with place.own_server() as (server, _):
+            expected = "*" if kept is None else f"{kept}127.0.0.1,localhost"
+            assert os.environ["NO_PROXY"] == os.environ.get("no_proxy", "*") == expected
+            server.client().create_bucket(Bucket="demo")
+            assert not proxy.client().list_buckets()["Buckets"]
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     with moto_process() as server:
@@ -105,17 +128,11 @@ def test_a_bucket_that_does_not_exist(server: S3Server) -> None:
     assert told.endswith(". `s3kv doctor --bucket mine` says what to do")
 
 
-def test_an_endpoint_nobody_listens_at(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as bound:  # and does not listen
-        bound.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        assert url in refused()
-
-
-def test_an_endpoint_that_is_no_url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
-    assert "localhost:9000" in refused()
+def test_endpoints_that_are_refused(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody_listens, no_url = f"http://127.0.0.1:{free_ports(1)[0]}", "localhost:9000"
+    for endpoint in (nobody_listens, no_url):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert endpoint in refused()
 
 
 def test_an_empty_name_is_none(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

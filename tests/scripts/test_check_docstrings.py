@@ -10,6 +10,18 @@ from scripts import check_docstrings, check_english
 from scripts.check_docstrings import faults, report
 
 GOOD = '"""Slot table: the holder of each slot."""\n'
+CLASS = '''class Table:
+    """Which slots there are."""
+    def __init__(self):
+        """For one thread."""
+    def is_full(self):
+        """Whether no slot is free."""
+    def _evict(self):
+        """What goes first."""
+async def main():
+    """As `Table`."""
+def plain(): ...
+'''
 
 
 @pytest.mark.parametrize(
@@ -52,20 +64,7 @@ def test_the_quotes_close_where_they_belong(text: str, messages: list[str]) -> N
 
 
 def test_classes_and_public_functions_are_checked() -> None:
-    source = GOOD + (
-        "class Table:\n"
-        '    """Which slots there are."""\n'
-        "    def __init__(self):\n"
-        '        """For one thread."""\n'
-        "    def is_full(self):\n"
-        '        """Whether no slot is free."""\n'
-        "    def _evict(self):\n"
-        '        """What goes first."""\n'
-        "async def main():\n"
-        '    """As `Table`."""\n'
-        "def plain(): ...\n"
-    )
-    assert sorted(faults(source)) == [
+    assert sorted(faults(GOOD + CLASS)) == [
         (2, "the docstring of Table starts with 'Which'"),
         (4, "the docstring of __init__ starts with 'For'"),
         (10, "the docstring of main starts with 'As'"),
@@ -78,13 +77,12 @@ def test_a_fault_in_the_package_fails_the_check(
     function = '\n\ndef shut():\n    """After the last call."""\n'
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.setattr(check_docstrings, "PACKAGE", tmp_path)
-    assert check_docstrings.report(check_docstrings.faults) == 0
+    assert report(faults) == 0
     assert capsys.readouterr().out == ""
     (tmp_path / "bad.py").write_text(GOOD + function)
-    assert check_docstrings.report(check_docstrings.faults) == 1
-    assert capsys.readouterr().out == (
-        f"{tmp_path / 'bad.py'}:4: the docstring of shut starts with 'After'\n"
-    )
+    assert report(faults) == 1
+    told = f"{tmp_path / 'bad.py'}:4: the docstring of shut starts with 'After'\n"
+    assert capsys.readouterr().out == told
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,8 @@ def test_this_process_has_them_for_the_block() -> None:
 
 def test_another_process_has_them_too() -> None:
     env = os.environ | environment({"max_attempts": 7, "probe_chunks": 5}, str(ROOT))
-    done = subprocess.run(
-        [sys.executable, "-c", SEEN], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["7", "5"], done.stderr
+    seen = subprocess.check_output([sys.executable, "-c", SEEN], env=env, text=True)
+    assert seen.split() == ["7", "5"]
 
 
 def test_they_are_taken_out_of_a_connectors_settings() -> None:

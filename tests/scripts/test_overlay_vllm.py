@@ -40,14 +40,8 @@ def wheel(tmp_path: Path) -> Path:
 def test_only_the_libraries_stay(site: Path, wheel: Path) -> None:
     assert overlay(wheel, site) == "0.33.0"
     files = sorted(p.relative_to(site).as_posix() for p in site.rglob("*") if p.is_file())
-    told = "vllm-0.33.0+cpu.dist-info"
-    assert files == [
-        f"{told}/METADATA",
-        f"{told}/entry_points.txt",
-        "vllm/_C.abi3.so",
-        "vllm/config.json",
-        "vllm/new.py",
-    ]
+    told = [f"vllm-0.33.0+cpu.dist-info/{name}" for name in ("METADATA", "entry_points.txt")]
+    assert files == [*told, "vllm/_C.abi3.so", "vllm/config.json", "vllm/new.py"]
     assert (site / "vllm" / "_C.abi3.so").read_text() == "for the CPU"
     # vLLM takes the CPU platform where its version has "cpu" in it.
     assert metadata.version("vllm") == "0.33.0+cpu"

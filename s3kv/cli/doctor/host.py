@@ -27,6 +27,10 @@ from s3kv.objects import compression
 SUPPORTED = (vllm_s3kv.FIRST_VLLM, (0, 34))
 """Supported vLLM versions: the first one, and the first unsupported one, as in pyproject.toml."""
 SHM = "/dev/shm"
+MORE_SHM = (
+    f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "
+    "medium: Memory mounted there"
+)
 _SHM_BYTES_PER_WORKER = 256 * 2**20
 """vLLM's queues between its processes: ten pieces of 16 or 24 MiB each (its `shm_broadcast`)."""
 _PROBE = (sys.executable, "-m", "s3kv.device.probe")
@@ -105,19 +109,15 @@ def _memory(config: Config, host: Host, workers: int, tier_bytes: int | None) ->
 def _shm(host: Host, workers: int, tier_bytes: int) -> Finding:
     if workers == 1 and not tier_bytes:
         return Finding("shm", "ok", f"with one worker only vLLM's OffloadingConnector uses {SHM}")
-    remedy = (
-        f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "
-        "medium: Memory mounted there"
-    )
     wanted = _SHM_BYTES_PER_WORKER * workers * (workers > 1) + tier_bytes
     takes = [f"the queues of {workers} workers"] * (workers > 1)
     takes += ["cpu_bytes_to_use"] * (tier_bytes > 0)
     told = f"vLLM may take {wanted:,} for {' and '.join(takes)}"
     if host.shm_bytes is None:
-        return Finding("shm", "fault", f"{SHM} does not exist, and {told}", remedy)
+        return Finding("shm", "fault", f"{SHM} does not exist, and {told}", MORE_SHM)
     told = f"{SHM} has {host.shm_bytes:,} bytes; {told}"
     if host.shm_bytes < wanted:
-        return Finding("shm", "fault" if host.shm_bytes < tier_bytes else "warning", told, remedy)
+        return Finding("shm", "fault" if host.shm_bytes < tier_bytes else "warning", told, MORE_SHM)
     return Finding("shm", "ok", told)
 
 
@@ -192,11 +192,8 @@ def _gpu(found: Mapping[str, Any] | str) -> Finding:
         return Finding("gpu", "warning", f"{told} finds no GPU", remedy)
     told += f", {found['device']}"
     if found["pinned_bytes"] < found["wanted_bytes"]:
-        told += (
-            ": host memory cannot be pinned, and copies will be several times slower: "
-            f"{found['refusal']}"
-        )
-        return Finding("gpu", "warning", told, found["remedy"])
+        told += ": host memory cannot be pinned, and copies will be several times slower: "
+        return Finding("gpu", "warning", f"{told}{found['refusal']}", found["remedy"])
     return Finding("gpu", "ok", f"{told}; host memory can be pinned, {found['where']}")
 
 
@@ -228,5 +225,4 @@ def _look_for_gpu() -> Mapping[str, Any] | str:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return f"torch cannot be queried: {last}"
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return dict(json.loads(done.stdout))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,18 +125,24 @@ def test_options_of_vllm_are_passed_on_in_their_order(folder: Path) -> None:
     given = ["--port", "8000", "-tp", "2", "--served-model-name=it's", "-O3", "--config", "c.yaml"]
     for arguments in (["m", *given, *SET], [*SET, "m", *given]):
         words, _, _ = command(*arguments)
-        script = Path(sys.executable).with_name("vllm")
-        start = [str(script), "serve", "m"]
-        if not script.exists():
-            start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model=m"]
-        assert words == [*start, "--shutdown-timeout", "60", *given]
+        assert words[words.index("m") + 1 :] == ["--shutdown-timeout", "60", *given]
     words, _, _ = command("m", *SET, "--shutdown-timeout", "5")
     assert words[-2:] == ["--shutdown-timeout", "5"]
     assert words.count("--shutdown-timeout") == 1
 
 
-def test_the_command_is_printed_for_a_shell(folder: Path) -> None:
+def test_vllm_starts_without_its_script_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM's image /usr/bin has Python, and /usr/local/bin the script."""
     install(folder, GPU)
+    monkeypatch.setattr(sys, "executable", str(folder / "python3"))
+    module = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    assert command("m", *SET)[0][:5] == [*module, "serve", "m"]
+    (folder / "vllm").touch()
+    assert command("m", *SET)[0][:3] == [str(folder / "vllm"), "serve", "m"]
+
+
+def test_the_command_is_printed_for_a_shell(folder: Path) -> None:
+    install(folder, CPU)
     arguments = ["m", "--bucket", "my-bucket", "--served-model-name", "it's"]
     printed = run(*arguments, "--print")
     assert printed.exit_code == 0
@@ -144,13 +151,30 @@ def test_the_command_is_printed_for_a_shell(folder: Path) -> None:
     assert shlex.split(shown) == json.loads(run(*arguments, "--json").stdout)["command"]
 
 
+def has_shm(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
+
+
+def test_shm_has_room_for_all_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(folder, GPU)
+    given = ["m", "--bucket", "my-bucket", "--print"]
+    has_shm(monkeypatch, 2**26)
+    least = "at least 256.0 MiB for each of 1 worker: make /dev/shm larger: docker run"
+    refused(run(*given), "has 64.0 MiB free", least, "; or add --connector S3KVConnector\n")
+    assert run(*given, "--connector", "S3KVConnector").exit_code == 0
+    has_shm(monkeypatch, 2**28)
+    assert run(*given).exit_code == 0
+    refused(run(*given, "-dp", "2"), "for each of 2 workers")
+
+
 @pytest.mark.parametrize("version", [GPU, CPU])
 def test_host_memory_follows_from_the_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     install(folder, version)
-    for_all_bytes, origin = serve._budget(1, in_shm=True)
-    assert for_all_bytes <= serve._budget(1, in_shm=False)[0] + 2**30  # others use memory, too
+    has_shm(monkeypatch, 2**30)
+    for_all_bytes, origin = serve._budget(1, in_shm=1)
+    assert for_all_bytes <= serve._budget(1, in_shm=0)[0] + 2**30  # others use memory, too
     assert origin.endswith(("available", "free in /dev/shm"))
     monkeypatch.setattr(serve, "_budget", lambda part, in_shm: (2**40 // part, f"1/{part}"))
     _, configs, (note,) = command("m", "--bucket", "my-bucket", "-tp", "8", *SET[4:])
@@ -199,6 +223,8 @@ def test_the_file_of_vllm_counts_less_than_the_words(tmp_path: Path) -> None:
     [
         ("m", "OffloadingConnector", None),
         ("m --encoder-outputs", "OffloadingConnector", "1GiB"),
+        ("m -tp 16 -n 2", "S3KVConnector", None),
+        ("m -tp 16 --distributed-executor-backend ray", "S3KVConnector", None),
         ("images", "S3KVConnector", "1GiB"),
         ("images --host-bytes 9GiB", "S3KVConnector", "4GiB"),
         ("images --no-encoder-outputs", "S3KVConnector", None),
