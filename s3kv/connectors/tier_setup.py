@@ -47,9 +47,16 @@ def parse_settings(settings: dict[str, Any]) -> Config:
 def check_requests_are_known(
     config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
 ) -> None:
-    """Raise an error if keys may leave out inputs that change the KV of a request."""
+    """Raise an error if keys may leave out inputs that change the KV of a request, or rows, which
+    are memory of one host, the KV of ranks."""
     check_prefixes_suffice(vllm_config, kv_cache_config)
-    model = vllm_config.model_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    executor = parallel.distributed_executor_backend
+    if parallel.nnodes_within_dp > 1 or executor not in ("mp", "uni", None):
+        raise UnsupportedError(
+            f"ranks may be on other hosts (nnodes is {parallel.nnodes}, the executor {executor}), "
+            f"and vLLM's primary tier has the KV of one host's ranks: {_OTHER}"
+        )
     check_steps_end_whole(vllm_config)
     check_hashes_are_stable(vllm_config)
     if vllm_config.lora_config is not None:

@@ -40,7 +40,7 @@ from s3kv.io.process_life import CHECK_S, Heartbeat, ProcessLife, State
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Tally
 
-_GRACE_S = 2.0
+_GRACE_S, _CANCELLED_S = 2.0, 1.0
 """Time that a process gets to end a drain, or to exit by itself."""
 
 
@@ -129,11 +129,14 @@ class IoClient:
         return len(uploads - jobs.uploaded()) if drained is None else drained.left
 
     def settle(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until every job on memory has ended; if one has not, kill the
-        process, which is replaced, and wait for its end. Nothing uses the slab afterwards until the
-        next `submit`, and the next `poll` returns the ends."""
+        """Wait up to `timeout_s` until every job on memory has ended, then cancel the others. If
+        one has not ended a second later, kill the process, which is replaced, and wait for its end.
+        Nothing uses the slab afterwards until the next `submit`; `poll` returns the ends."""
         moves = partial(self._jobs.of, JobKind.FETCH, JobKind.UPLOAD)
         self._wait(lambda: not moves(), time.monotonic() + timeout_s)
+        for job_id in moves():
+            self.cancel(job_id)
+        self._wait(lambda: not moves(), time.monotonic() + _CANCELLED_S)
         if self._up is not None and moves():
             reason = f"the I/O process has not ended its jobs within {timeout_s:g} s"
             self.life.failed(reason, self._clock())

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.deadline import Wait, WaitFacts, keep_waiting
+from s3kv.planning.deadline import Forecast, Wait, WaitFacts, keep_waiting
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
@@ -42,6 +42,7 @@ from s3kv.types import ChunkKey, Outcome, Tally
 _FIRST_WINDOW, _LARGEST_WINDOW = 64, 256  # per request; the first as in the connector (decision 8)
 _PROBE_SHARE = 8  # all probes take at most 1/8 of the rows, a first window half of that
 _SPARE_SHARE = 8  # 1/8 of the rows is never promised: vLLM needs some for computed chunks
+_TRIAL_S = 60.0  # after that without an arrival, a wait ignores what fetches took before
 _UPLOAD_SHARE = 4  # uploads pin at most 1/4 of the rows, because vLLM cannot evict pinned rows
 
 
@@ -84,11 +85,9 @@ class _OffloadRequest:
 
 
 class OffloadPlanner:
-    """The planner of one engine's tier.
-
-    rows: of the primary tier. chunk_tokens: tokens of a key in full attention. max_wait_s: longest
-        wait. is_observed: whether `changes` is filled. recompute_gate: `WaitFacts.gate`.
-    """
+    """The planner of one engine's tier. rows: of the primary tier. chunk_tokens: tokens of a key in
+    full attention. max_wait_s: longest wait. is_observed: whether `changes` is filled.
+    recompute_gate: `WaitFacts.gate`."""
 
     def __init__(
         self,
@@ -121,6 +120,7 @@ class OffloadPlanner:
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then
+        self._tried_s = 0.0  # of the last arrival, or of the last wait that ignored the estimates
         self._compute_s = math.inf  # per chunk; until it is measured, only patience counts
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
@@ -175,10 +175,9 @@ class OffloadPlanner:
         if not (self.breaker.has_disk or self.breaker.allows(now_s)):
             return self._refuse("fetches_refused_by_breaker")
         request.promised.add(key)
-        self._promised += 1
         request.new[key] = is_probe
         request.probes += is_probe
-        self._probes += is_probe
+        self._promised, self._probes = self._promised + 1, self._probes + is_probe
         request.behind -= request.behind > 0
         return OffloadAnswer.HIT
 
@@ -237,8 +236,7 @@ class OffloadPlanner:
         self.counters["fetches_without_room"] += len(request.new)
         request.promised -= request.new.keys()
         request.probes -= probes
-        self._probes -= probes
-        self._promised -= len(request.new)
+        self._promised, self._probes = self._promised - len(request.new), self._probes - probes
         request.new.clear()
 
     def _release(self, request: _OffloadRequest) -> None:
@@ -256,14 +254,16 @@ class OffloadPlanner:
             return
         wait.wanted = max(1, len(request.promised) + retries)
         near = {self.transfers.jobs[job_id].near for job_id in request.fetching.values()} == {True}
-        rounds = (retries // request.window).bit_length()
+        forecast = self.pace.forecast(missing, (retries // request.window).bit_length(), near=near)
+        if now_s >= self._tried_s + _TRIAL_S:  # the fetches of refused waits measure nothing
+            self._tried_s, forecast = now_s, Forecast(None, None)
         facts = WaitFacts(
             now_s=now_s,
             wait=wait,
             missing=missing,
             unproven=request.probes,
             compute_s=self._compute_s,
-            forecast=self.pace.forecast(missing, rounds, near=near),
+            forecast=forecast,
             max_wait_s=self._max_wait_s,
             gate=self._recompute_gate,
         )
@@ -332,9 +332,8 @@ class OffloadPlanner:
         return jobs
 
     def _measure(self, request: _OffloadRequest) -> None:
-        """Measure prefill speed by the chunks that a request has computed since the last ones, or
-        since it was scheduled. vLLM may store the chunks of one step in several transfers. Decoding
-        takes one step per token: the tokens per step distinguish it from prefill."""
+        """Measure prefill speed by the chunks computed since the last ones, or since scheduling.
+        vLLM may store a step's chunks in several transfers. A step of decoding has few tokens."""
         if not (computed := request.computed):
             return
         now_s = max(computed.values())
@@ -383,6 +382,7 @@ class OffloadPlanner:
             request.found.add(key.block_hash)
             request.window = min(2 * request.window, _LARGEST_WINDOW)
             request.wait.arrived(now_s)
+            self._tried_s = now_s
             return
         request.lost.add(key)
         request.wait.wake()

@@ -9,7 +9,7 @@ arguments (seconds, monotonic).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -134,15 +134,14 @@ class RowTransfers:
             )
         )
 
-    def cancel_loads(self, began_before_s: float, but_of: Iterable[str] = ()) -> None:
+    def cancel_loads(self, began_before_s: float, but_of: Container[str] = ()) -> None:
         """Cancel the fetches of loads begun by `began_before_s`, except of requests in `but_of`."""
-        kept = frozenset(but_of)
         late = {
             transfer.transfer_id
             for transfer in self._transfers.values()
             if transfer.is_load
             and transfer.began_s <= began_before_s
-            and transfer.request_id not in kept
+            and transfer.request_id not in but_of
         }
         if late:
             jobs = self.jobs.items()

@@ -47,12 +47,19 @@ def test_unknown_settings_and_a_missing_bucket_are_refused() -> None:
         ({"multimodal_config": SimpleNamespace(language_model_only=True)}, None),
         ({"enable_prompt_embeds": True}, UnsupportedError),
         ({"policy": "priority"}, UnsupportedError),
+        ({"nnodes": 2}, UnsupportedError),
+        ({"distributed_executor_backend": "ray"}, UnsupportedError),
     ],
-    ids=["plain", "adapters", "images", "images off", "prompt embeddings", "priorities"],
+    ids=["plain", "adapters", "images", "images off", "embeddings", "priorities", "hosts", "ray"],
 )
 def test_engines_whose_keys_leave_out_inputs(
-    changes: dict[str, Any], error: type[Exception] | None, tiny_config: Any
+    changes: dict[str, Any],
+    error: type[Exception] | None,
+    tiny_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in {"nnodes", "distributed_executor_backend"} & changes.keys():
+        monkeypatch.setattr(tiny_config.parallel_config, name, changes[name])
     plain = {"multimodal_config": None, "enable_prompt_embeds": False, "pooler_config": None}
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**plain | changes),

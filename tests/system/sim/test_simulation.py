@@ -34,7 +34,7 @@ from tests.system.sim.runs import Failure, run_seed, run_seeds, try_seeds
 
 ROOT = Path(__file__).parents[3]
 CORE_SEEDS = 100
-SEEDS = {"plain": 400, "kept": 20, "shared": 90, "tiers": 150, "disks": 120}
+SEEDS = {"plain": 400, "kept": 20, "shared": 90, "tiers": 210, "disks": 120}
 """By kind of fleet, for each change. Every mutant of all but the kept fleets is noticed within so
 many."""
 NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000, "tiers": 10_000, "disks": 5_000}

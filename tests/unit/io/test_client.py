@@ -425,12 +425,17 @@ def test_a_drain_tells_what_is_left(stubborn: StubbornServer, open_client: Open)
     assert {e.outcome for e in ends(client, 4).values()} == {Outcome.CANCELLED}
 
 
-def test_jobs_that_do_not_settle_end_with_their_process(
+def test_jobs_that_do_not_settle_are_cancelled_or_end_with_their_process(
     stubborn: StubbornServer, open_client: Open
 ) -> None:
     client = open_client(stubborn.url)
-    fetch(client, 1, number=1)
+    fetch(client, 0, number=0)
     until(lambda: client.poll() or stubborn.begun)
+    client.settle(0.1)
+    assert ends(client, 1)[0].outcome is Outcome.CANCELLED
+    fetch(client, 1, number=1)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
     client.settle(0.1)
     assert client.life.state is State.DOWN  # so nothing writes to the slab
     assert ends(client, 1)[1].outcome is Outcome.FAILED

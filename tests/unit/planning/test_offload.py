@@ -343,6 +343,35 @@ def test_a_wait_is_patient_until_prefill_is_measured() -> None:
         assert (jobs[0].job_id in desk.planner.transfers.take_cancels()) is (name == "b")
 
 
+def test_a_bucket_that_stalled_is_tried_again_after_a_minute() -> None:
+    """The fetches of a wait that is refused at once are cancelled, and measure nothing."""
+    desk = Desk("m")
+    desk.look_up("m", 0)
+    desk.end_pass("m")
+    desk.now_s += 0.8
+    desk.store("m", *range(8))
+
+    def is_refused(number: int, outcome: Outcome) -> bool:
+        name, chunks = str(number), range(10 * number, 10 * number + 8)
+        desk.planner.begin(name)
+        desk.look_up(name, *chunks)
+        jobs = desk.load(name, *chunks)
+        desk.end_pass()
+        at_once = bool(desk.planner.transfers.take_cancels())
+        desk.now_s += 1
+        desk.end(jobs, Outcome.CANCELLED if at_once else outcome)
+        desk.end_pass()
+        desk.planner.finish(name)
+        return at_once
+
+    assert not is_refused(1, Outcome.OK)
+    desk.planner.pace.gave_up(10.0, 8)
+    assert all(is_refused(number, Outcome.OK) for number in range(2, 50))
+    desk.now_s += 60
+    assert not is_refused(50, Outcome.OK)
+    assert not is_refused(51, Outcome.OK)
+
+
 def test_a_store_with_holes_measures_nothing() -> None:
     desk = Desk("a")
     desk.look_up("a", 1, 2)
