@@ -53,27 +53,32 @@ a restart of the engine."""
 class RefreshRule:
     """Rule that decides whether a hit refreshes an object, by its age. Pure but for `rng`.
 
-    refresh_after_s may be set at any time; `math.inf`: no hit refreshes.
-    follows_cleaner: the cleaner sets it, and deletes nothing while it is infinite.
+    refresh_after_s: `math.inf`: no hit refreshes. follows_cleaner: the cleaner sets it, to most_s
+    while it deletes nothing, and never higher.
     """
 
     def __init__(
-        self, refresh_after_s: float, rng: random.Random, *, follows_cleaner: bool = False
+        self,
+        refresh_after_s: float,
+        rng: random.Random,
+        *,
+        follows_cleaner: bool = False,
+        most_s: float = math.inf,
     ) -> None:
-        self.refresh_after_s = refresh_after_s
-        self.follows_cleaner = follows_cleaner
-        self._rng = rng
+        self.refresh_after_s, self._most_s = refresh_after_s, most_s
+        self.follows_cleaner, self._rng = follows_cleaner, rng
+        self._is_kept = follows_cleaner and refresh_after_s == math.inf
 
     @classmethod
     def of(cls, config: Config, rng: random.Random) -> RefreshRule:
-        """The rule of the settings. It follows `bucket_idle_s` until the cleaner has decided
-        otherwise."""
-        after_s = config.refresh_after_s or config.bucket_idle_s / REFRESHED
+        """The rule of the settings: the earlier of `refresh_after_s` and the cleaner's age, which
+        follows from `bucket_idle_s` until the cleaner has decided."""
+        own_s = config.refresh_after_s or math.inf
+        idle_s = config.bucket_idle_s / REFRESHED or math.inf
         keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
         if zone_of(config.bucket) is None:
-            follows_cleaner = keeps and config.refresh_after_s == 0
-            return cls(after_s or math.inf, rng, follows_cleaner=follows_cleaner)
-        if keeps or after_s:
+            return cls(min(own_s, idle_s), rng, follows_cleaner=keeps, most_s=own_s)
+        if keeps or own_s < math.inf:
             _log.warning(
                 "objects in a directory bucket are not refreshed: refresh_after_s has no effect, "
                 "and bucket_bytes and bucket_idle_s delete by the age of the first write"
@@ -81,9 +86,10 @@ class RefreshRule:
         return cls(math.inf, rng)
 
     def follow(self, refresh_after_s: float) -> None:
-        """Adopt the age that the cleaner has decided on. Settings take precedence."""
+        """Adopt the age that the cleaner has decided on, unless that of the settings is lower."""
         if self.follows_cleaner:
-            self.refresh_after_s = refresh_after_s
+            self._is_kept = refresh_after_s == math.inf  # the cleaner deletes nothing
+            self.refresh_after_s = min(refresh_after_s, self._most_s)
 
     @property
     def refreshes(self) -> bool:
@@ -92,7 +98,7 @@ class RefreshRule:
     @property
     def _look_s(self) -> float:
         # The cleaner's decision may change within the time for which a lease is valid.
-        return LEASE_S if self.follows_cleaner and not self.refreshes else LOOK_S
+        return LEASE_S if self._is_kept else LOOK_S
 
     def fresh_s(self, age_s: float) -> float:
         """Time for which uses of an object of this age need not be reported: until a random age

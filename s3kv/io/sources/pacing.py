@@ -23,9 +23,10 @@ HEDGE_PERCENT = 10.0
 class Window:
     """Request window: the number of requests that the store takes at once.
 
-    It halves when the store answers "slow down", and grows by one per round of answers while it is
-    full. Requests sent before a cut say nothing about the new window, so only the first such answer
-    of an overload cuts. Pure: times are seconds of one monotonic clock, passed in.
+    It halves when the store answers "slow down", and grows by one per round of other answers, up to
+    its limit, full or not: uploads alone never fill it. Requests sent before a cut say nothing
+    about the new window, so only the first such answer of an overload cuts. Pure: times are seconds
+    of one monotonic clock, passed in.
 
     limit: maximum size, and the initial one.
     """
@@ -52,10 +53,9 @@ class Window:
         self.cuts += self._size > 1
         self._size = max(1.0, self._size / 2)
 
-    def answered(self, *, running: int) -> None:
-        """Note an answered request. running: requests under way, this one included."""
-        if running >= self.size:
-            self._size = min(float(self._limit), self._size + 1 / self._size)
+    def answered(self) -> None:
+        """Note an answered request."""
+        self._size = min(float(self._limit), self._size + 1 / self._size)
 
 
 class Pacing:
@@ -66,21 +66,17 @@ class Pacing:
         self.throttled = self.hedges = self.hedges_won = 0
         self._lateness = Lateness(hedge_percent)
         self._unanswered = Unanswered(self._lateness)
-        self._running = 0
 
     async def send(self, request: Callable[[], Awaitable[T]]) -> T:
         """Send a request. Its answer may change the window."""
         sent_s = now_s()
-        self._running += 1
         try:
             answer = await request()
-            self.window.answered(running=self._running)
+            self.window.answered()
         except StoreThrottled:
             self.throttled += 1
             self.window.throttled(sent_s, now_s())
             raise
-        finally:
-            self._running -= 1
         return answer
 
     async def read(self, get: Callable[[Claim], Awaitable[T]], *, until_s: float = math.inf) -> T:

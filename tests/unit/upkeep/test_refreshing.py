@@ -219,7 +219,7 @@ def test_while_the_cleaner_deletes_nothing_uses_are_reported_and_seldom_looked_a
     assert max(rule.fresh_s(0.0) for _ in range(1000)) <= LEASE_S
     looks = sum(not rule.spares() for _ in range(12_000))
     assert 850 < looks < 1150  # one in twelve, 5 σ
-    rule.refresh_after_s = AFTER_S
+    rule.follow(AFTER_S)
     assert not any(rule.spares() for _ in range(1000))
 
 
@@ -228,6 +228,7 @@ def test_while_the_cleaner_deletes_nothing_uses_are_reported_and_seldom_looked_a
     [
         ({}, math.inf),
         ({"refresh_after_s": 5.0, "bucket_idle_s": 100.0}, 5.0),
+        ({"refresh_after_s": 50.0, "bucket_idle_s": 100.0}, 25.0),
         ({"bucket_idle_s": 12.0}, 3.0),
         ({"bucket_bytes": 2**30}, math.inf),
         ({"bucket": "b--use1-az4--x-s3", "refresh_after_s": 5.0}, math.inf),
@@ -236,6 +237,15 @@ def test_while_the_cleaner_deletes_nothing_uses_are_reported_and_seldom_looked_a
 def test_the_rule_of_the_settings(settings: dict[str, Any], after_s: float) -> None:
     rule = RefreshRule.of(Config(**{"bucket": "bkt", **settings}), random.Random(0))
     assert rule.refresh_after_s == after_s
+
+
+def test_the_earlier_of_the_settings_age_and_the_cleaners_counts() -> None:
+    config = Config(bucket="bkt", refresh_after_s=50.0, bucket_bytes=2**30)
+    rule, ages = RefreshRule.of(config, random.Random(0)), []
+    for lease_s in (10.0, 90.0, math.inf):
+        rule.follow(lease_s)
+        ages.append(rule.refresh_after_s)
+    assert ages == [10.0, 50.0, 50.0]
 
 
 async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
