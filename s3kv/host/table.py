@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal, NamedTuple
 
 from s3kv.host.room import Room
@@ -306,10 +306,13 @@ class Table:
         if units > self._room.largest or self._units[_CLEAN] == self._pinned[_CLEAN]:
             return ()
         makes_room = self._may_go if self._room.largest == 1 else partial(self._makes_room, units)
-        # Numbers passed over keep their places. They are few: dirty and pinned entries are recent.
         first = next(filter(makes_room, self._lru), None)
         if first is None:
             return ()
+        # Others keep their places. Pinned entries, which may be half of all, are passed over once.
+        passed = takewhile(lambda number: number != first, self._lru)
+        for number in [number for number in passed if self._at[number].pins]:
+            self._lru.move_to_end(number)
         keys = []
         for number in self._room.clearing(first, units):
             victim = self._at[number]

@@ -54,8 +54,7 @@ class BlockTable:
         return self._named.get(key)
 
     def key_of(self, number: int) -> ChunkKey | None:
-        """The name of a block; None if it has none. Raises `BlockError` for a block that is not in
-        the table."""
+        """The name of a block; None if it has none. Raises `BlockError` for an unknown one."""
         return self._block(number).key
 
     def take(self, *, pinned: bool = False) -> int | None:

@@ -131,8 +131,7 @@ class DeviceBlocks:
         stream: CallerStream,
         on_end: Callable[[bool], None],
     ) -> None:
-        """Copy a held block to a slot. The block may be released at once. on_end: called by
-        `poll`."""
+        """Copy a held block, which may be released at once, to a slot. on_end: called by `poll`."""
         self._table.pin(number)
         self._saves[job_id] = number, on_end
         with on(stream):
@@ -170,8 +169,7 @@ class DeviceBlocks:
         return bool(self._saves or self._loads)
 
     def close(self) -> None:
-        """Close the copies (`BlockCopies.close`), none of which may be under way. May block.
-        Idempotent."""
+        """Close the copies (`BlockCopies.close`); none may be under way. May block. Idempotent."""
         self._copies.close()
 
     def _uses(self, number: int) -> list[Mark]:

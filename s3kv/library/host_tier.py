@@ -185,6 +185,7 @@ class HostTier:
         check whether the bucket still has a used key is pending. Returns the hashes that the bucket
         lacks, and forgets those that have left host memory. Raises `ClosedError` if the store is
         closed meanwhile."""
+        self.pump.check_open()
         self._start_due()
         while self.ledger.uses_inflight:
             await self.pump.next_end()

@@ -43,7 +43,7 @@ from s3kv.library.caller_streams import current_stream, mark, on
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.library.host_tier import HostTier
 from s3kv.library.opening import Opening, plain_namespace
-from s3kv.library.pump import carried, in_thread
+from s3kv.library.pump import carried, in_thread, succeeded
 from s3kv.objects.keys import WHOLE, checked_key
 from s3kv.types import ChunkKey, Location
 
@@ -190,13 +190,13 @@ class TieredStore:
         or one with another hash.
         """
         key = self._key(block_hash)
-        return self._tiers.put_block(self._pool(), key, block)
+        return self._tiers.put_block(self._pool(), key, index(block))
 
     def release(self, block: int) -> None:
         """Release a block from `acquire` or `allocate`, after the work that the caller has launched
         on the current stream. Blocks released first are evicted first, so release the end of a
         prefix before its beginning. Raises `ValueError` for a block that is not held."""
-        self._pool().release(block, self._tiers.stream())
+        self._pool().release(index(block), self._tiers.stream())
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -262,5 +262,10 @@ async def _on_device(
             )
 
     # Pinning host memory takes a second or so for a few GiB.
-    copies = await carried(in_thread(opened))
-    return DeviceBlocks(pools, ours, copies, mark(stream))
+    opening = in_thread(opened)
+    try:
+        return DeviceBlocks(pools, ours, await carried(opening), mark(stream))
+    except BaseException:
+        if succeeded(opening):
+            opening.result().close()
+        raise

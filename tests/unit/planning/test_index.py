@@ -30,6 +30,7 @@ def test_groups_are_told_apart() -> None:
     index = BucketIndex(capacity=100, miss_ttl_s=10.0)
     index.note_present(key(1))
     assert not index.is_present(key(1, group=1))
+    assert not index.is_present(ChunkKey(0, key(1).block_hash[:31] + b"x"))
     index.note_absent(key(1, group=1), 0.0)
     assert index.is_present(key(1))
 
