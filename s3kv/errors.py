@@ -59,8 +59,7 @@ class StoreRefused(StoreError):
 
 
 class StoreUnranged(StoreError):
-    """The answer to a ranged read is not that range: the object ends before it, or the store serves
-    no ranges."""
+    """An answer other than the requested range: the object ends before it, or it is not served."""
 
 
 class StoreUnavailable(StoreError):

@@ -193,8 +193,7 @@ class ItemSave:
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """Items of one engine step: those it loads instead of encoding, and those it encodes and
-    saves."""
+    """Items of one engine step: those it loads, and those it encodes and saves."""
 
     loads: tuple[ItemLoad, ...] = ()
     saves: tuple[ItemSave, ...] = ()

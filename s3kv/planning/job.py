@@ -46,8 +46,7 @@ class Job:
     about: Any = None
     """The caller's note. Opaque to the ledger."""
     is_computed: bool = False
-    """Whether the key of this fetch was computed meanwhile and not saved, because the index had it
-    as present."""
+    """Whether its key was computed meanwhile and not saved, because the index had it as present."""
 
     @property
     def entry(self) -> Entry:

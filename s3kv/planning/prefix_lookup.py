@@ -65,8 +65,7 @@ class PrefixLookup(Lookup):
         return self.end is None
 
     def collect(self, local_tokens: int, aim: int | None, now_s: float, orders: int) -> None:
-        """Lease resident chunks from the first missing one on, up to `aim`, and request more, all
-        before `end`."""
+        """Lease resident chunks from the first missing one to `aim`; request more, before `end`."""
         self.is_open = True
         coverage = self.coverage
         first = self.own = local_tokens // coverage.chunk_tokens

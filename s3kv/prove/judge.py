@@ -117,8 +117,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The outcome. noise, margin: moves, in nats. comparisons: of each arm with a reference, by
-    prompt."""
+    """The outcome. noise, margin: moves, in nats. comparisons: by arm, then by prompt."""
 
     findings: list[Remark]
     noise: float

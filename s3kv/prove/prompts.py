@@ -35,8 +35,7 @@ _WHEN = ("before noon", "in the evening", "on a Monday", "after the rain", "in s
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. code: the planted digits that it requests. depth: their place in the document,
-    from 0 to 1."""
+    """One prompt. code: the planted digits that it requests. depth: their place, from 0 to 1."""
 
     tokens: list[int]
     code: str

@@ -28,8 +28,7 @@ class EncryptedDirectory(Directory):
         return encrypted_bytes(nbytes)
 
     def read(self, key: str, place: Place, is_over: IsOver, lock: Lock = NO_LOCK) -> int | None:
-        """Read an object like `Directory.read`. The length of one that does not decrypt is
-        `UNREADABLE`."""
+        """Read an object as `Directory.read` does; `UNREADABLE` bytes if it does not decrypt."""
         buffer = memoryview(bytearray(encrypted_bytes(place.nbytes)))
         for form in self._forms(key):
             nbytes = super().read(form.key, Place.of(buffer), is_over)
