@@ -41,7 +41,7 @@ from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Tally
 
 _GRACE_S, _CANCELLED_S = 2.0, 1.0
-"""Time that a process gets to end a drain, or to exit by itself."""
+"""Times that a process gets: to end a drain, or exit by itself; and to end cancelled jobs."""
 
 
 @dataclass(slots=True)

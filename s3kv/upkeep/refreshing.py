@@ -67,7 +67,7 @@ class RefreshRule:
     ) -> None:
         self.refresh_after_s, self._most_s = refresh_after_s, most_s
         self.follows_cleaner, self._rng = follows_cleaner, rng
-        self._is_kept = follows_cleaner and refresh_after_s == math.inf
+        self._deletes_nothing = follows_cleaner and refresh_after_s == math.inf
 
     @classmethod
     def of(cls, config: Config, rng: random.Random) -> RefreshRule:
@@ -88,7 +88,7 @@ class RefreshRule:
     def follow(self, refresh_after_s: float) -> None:
         """Adopt the age that the cleaner has decided on, unless that of the settings is lower."""
         if self.follows_cleaner:
-            self._is_kept = refresh_after_s == math.inf  # the cleaner deletes nothing
+            self._deletes_nothing = refresh_after_s == math.inf
             self.refresh_after_s = min(refresh_after_s, self._most_s)
 
     @property
@@ -98,7 +98,7 @@ class RefreshRule:
     @property
     def _look_s(self) -> float:
         # The cleaner's decision may change within the time for which a lease is valid.
-        return LEASE_S if self._is_kept else LOOK_S
+        return LEASE_S if self._deletes_nothing else LOOK_S
 
     def fresh_s(self, age_s: float) -> float:
         """Time for which uses of an object of this age need not be reported: until a random age

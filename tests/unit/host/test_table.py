@@ -67,6 +67,18 @@ def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
     check(table)
 
 
+def test_pinned_places_are_passed_over_once() -> None:
+    table = Table(EqualSlots(4))
+    slots = [resident(table, number) for number in range(4)]
+    for slot in slots[:2]:
+        table.pin(slot)
+    assert table.reserve(key(4)).evicted == [key(2)]
+    for slot in slots[:2]:
+        table.unpin(slot)
+    assert [table.reserve(key(n)).evicted for n in (5, 6)] == [[key(3)], [key(0)]]
+    check(table)
+
+
 def test_a_chain_leaves_from_its_tail() -> None:
     table = Table(EqualSlots(4))
     table.touch_chain([resident(table, number) for number in range(4)])

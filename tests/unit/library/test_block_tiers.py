@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,10 +47,12 @@ async def opened(config: Config, pools: Tensors | None, **more: object) -> Tiere
 
 
 async def computed(store: TieredStore, pools: Tensors, number: int) -> bool:
-    """Whether the block was kept in host memory. It is released at once."""
+    """Whether the block was kept in host memory. It is released at once. Its number is numpy's, as
+    in an engine's table."""
     block = store.allocate()
     assert block is not None
     compute(pools, block, number)
+    block = np.int64(block)
     kept = store.put_block(hash_of(number), block)
     store.release(block)
     return kept
@@ -175,6 +179,9 @@ async def test_what_cannot_be_is_refused(config: Config) -> None:
         await opened(config, pools, pool_blocks=[1.0])
     with pytest.raises(ValueError, match="0 to 1"):
         await opened(config, pools, pool_blocks=[1, 2])
+    with pytest.raises(ValueError, match="only once"):
+        await opened(config, pools, pool_blocks=[1, 1])
+    assert "s3kv-copies" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ValueError, match="expected are"):
         await opened(config, {"k": pools["k"]})
     with pytest.raises(UnsupportedError, match="layer k"):
