@@ -1,21 +1,20 @@
-"""What compression does to a real vLLM engine: `python -m benchmarks.compressed [--links 100 1000
-0] [--large] [--json FILE]`.
+"""Compression and encryption in a real vLLM engine: `python -m benchmarks.compressed`.
 
 Prompts and engines as in `benchmarks.engine`, on a server with the shape of S3, at several rates of
-the link. First bytes take 30 ms each, without S3's tail, which would hide what the link does. Times
-are to the first token, because the others do not depend on the cache. Every round, at each rate
-(MB/s; 0: no limit), starts five engines one after another:
+the link. First bytes take 30 ms each, without S3's tail, which would hide the link. Times are to
+the first token. Every round, at each rate (MB/s; 0: no limit), starts seven engines in turn:
 
     cold-off    computes prompts, saves, uploads plain objects
     warm-off    a new engine, with `compress: auto`, on those: it learns the speed of the link, and
     cold-auto   then computes other prompts, and uploads them as it sees fit
     warm-auto   a new engine on these
     cold-on     computes the first prompts again, and uploads compressed objects
-    warm-on     a new engine on those
+    warm-on     a new engine on those; the same for plain objects that are encrypted
 """
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import uuid
 from collections.abc import Sequence
@@ -27,6 +26,8 @@ from benchmarks.rig import LARGE, SMALL, Bench, Size, Store, machine, publish, s
 from benchmarks.shaped import Shape, add_options
 from lab.models import prompts
 
+MODES = ("off", "on", "auto", "encrypted")
+
 
 class Rounds(Bench):
     """Rounds at one rate of the link."""
@@ -34,7 +35,10 @@ class Rounds(Bench):
     max_tokens = 1
 
     def __init__(self, folder: Path, store: Store, size: Size) -> None:
-        super().__init__(folder, store, size, "warm-off", "warm-auto", "warm-on")
+        super().__init__(folder, store, size, *(f"warm-{mode}" for mode in MODES))
+        (keys := folder / "keys").touch(0o600)
+        keys.write_text(secrets.token_hex(32))
+        self._encrypted = {"encryption": "aes-gcm", "encryption_keys_file": str(keys)}
         self._first, self._second = (
             prompts(size.prompts, size.prompt_tokens, seed=seed) for seed in (7, 8)
         )
@@ -48,19 +52,20 @@ class Rounds(Bench):
             self.run("cold-auto", engine, self._second)
         with self.engine("auto", prefix, compress="auto") as engine:
             self.run("warm-auto", engine, self._second)
-        for name in ("cold-on", "warm-on"):
-            with self.engine("on", f"{prefix}-on", compress="on") as engine:
-                self.run(name, engine, self._first)
+        for mode, settings in (("on", {}), ("encrypted", self._encrypted)):
+            compress = "off" if settings else "on"
+            for name in ("cold", "warm"):
+                with self.engine(mode, f"{prefix}-{mode}", compress=compress, **settings) as engine:
+                    self.run(f"{name}-{mode}", engine, self._first)
 
     def result(self) -> dict[str, Any]:
         told = self.told()
         ms = told["median_ms"]
         best = min(ms["warm-on"], ms["warm-off"])
+        pairs = ((name, mode) for name in ("warm", "cold") for mode in MODES[1:])
         return told | {
-            "warm_on_over_off": round(ms["warm-on"] / ms["warm-off"], 3),
             "warm_auto_over_best": round(ms["warm-auto"] / best, 3),
-            "cold_on_over_off": round(ms["cold-on"] / ms["cold-off"], 3),
-            "cold_auto_over_off": round(ms["cold-auto"] / ms["cold-off"], 3),
+            **{f"{n}_{m}_over_off": round(ms[f"{n}-{m}"] / ms[f"{n}-off"], 3) for n, m in pairs},
         }
 
 
@@ -81,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.host_mb_s, options.sigma = link, 0.0
         options.connection_mb_s = Shape().connection_mb_s if link else 0.0
         with s3(options) as store, tempfile.TemporaryDirectory() as folder:
-            begin(f"{store.name} at {link:g} MB/s", 5 * options.rounds * size.give_up_s)
+            begin(f"{store.name} at {link:g} MB/s", 7 * options.rounds * size.give_up_s)
             bench = Rounds(Path(folder), store, size)
             for number in range(options.rounds):
                 say(f"round {number + 1} of {options.rounds}")

@@ -190,7 +190,7 @@ def compressed(result: dict[str, Any]) -> str:
     """Hits and cold prompts of an engine with compressed objects, by the rate of the link."""
     about = f"{result['machine']}; {result['prompts']}. Median TTFT; cold: relative to `off`."
     head = ["link", *(f"hit, `{mode}`" for mode in ("off", "on", "auto")), "`on` to `off`"]
-    head += ["`auto` to the better", "cold, `on`", "cold, `auto`"]
+    head += ["`auto` to the better", "cold, `on`", "cold, `auto`", "encrypted: hit, cold"]
     rows = []
     for link, told in result["links_mb_s"].items():
         ms = told["median_ms"]
@@ -198,7 +198,8 @@ def compressed(result: dict[str, Any]) -> str:
         hits = (f"{ms[f'warm-{mode}']:.0f} ms" for mode in ("off", "on", "auto"))
         names = ("warm_on_over_off", "warm_auto_over_best", "cold_on_over_off")
         ratios = (f"{told[name]:.2f}" for name in (*names, "cold_auto_over_off"))
-        rows.append((rates, *hits, *ratios))
+        encrypted = (f"{told[f'{name}_encrypted_over_off']:.2f}" for name in ("warm", "cold"))
+        rows.append((rates, *hits, *ratios, ", ".join(encrypted)))
     return f"{about}\n\n{table(head, rows)}"
 
 

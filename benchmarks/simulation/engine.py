@@ -102,8 +102,6 @@ class Engine:
         self._has_news = False
         self._will_poll = False
 
-    # --- what happens to it ------------------------------------------------------------------
-
     def arrive(self, arrival: Arrival) -> None:
         now_s, request_id = self._timeline.now_s, str(arrival.number)
         local_tokens = len(self._local_hit(arrival)) * CHUNK_TOKENS
@@ -144,8 +142,6 @@ class Engine:
     def _poll(self) -> None:
         self._will_poll = False
         self._wake()
-
-    # --- a step ------------------------------------------------------------------------------
 
     def _step(self) -> None:
         now_s = self._timeline.now_s
@@ -202,7 +198,8 @@ class Engine:
     ) -> int:
         tokens = min(left, request.arrival.prompt_tokens - request.computed)
         if tokens > 0:
-            blocks = (request.block_ids,) if is_new else ()
+            first = 0 if is_new else -(-request.computed // BLOCK_TOKENS)
+            blocks = (request.block_ids[first : -(-(request.computed + tokens) // BLOCK_TOKENS)],)
             step = ScheduledRequest(request.request_id, blocks, is_new, request.computed, tokens)
             scheduled.append(step)
             request.computed += tokens
@@ -261,8 +258,6 @@ class Engine:
         length_s = blocks / _PAGE_BLOCKS * self._chunk_bytes / self._speed.load_bytes_per_s
         self._loads_end_s = max(self._loads_end_s, self._timeline.now_s) + length_s
         self._timeline.at(self._loads_end_s, partial(self._load_ended, order.request_id))
-
-    # --- its end -----------------------------------------------------------------------------
 
     def _step_ended(self, plan: StepPlan, tokens: int) -> None:
         now_s = self._timeline.now_s

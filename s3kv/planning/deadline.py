@@ -1,10 +1,11 @@
 """The rule for how long a request waits: `decide`, a pure function of `WaitFacts`. `keep_waiting`
 applies its decisions.
 
-A request waits for chunks only while waiting is expected to be faster than computing them. No
-request waits for a bucket that is known to be slow; its chunks arrive later and serve other
-requests. A request loses time only before the first measurement or when the bucket becomes slow,
-and at most the compute time of the chunks. Encoder outputs follow this rule by rows, not chunks.
+A request waits for chunks only while waiting is expected to be faster than computing them, after
+the prompts before it. No request waits for a bucket that is known to be slow; its chunks arrive
+later and serve other requests. A request loses time only before the first measurement or when the
+bucket becomes slow, and at most the compute time of the chunks. Encoder outputs follow this rule by
+rows, not chunks.
 """
 
 from __future__ import annotations
@@ -67,6 +68,12 @@ class Wait:
     """Time at which the request last ordered or joined a fetch."""
     arrived_s: float = 0.0
     """Time of the request's last arrival, or of the start of the wait."""
+    lost_s: float = 0.0
+    """Seconds of the wait, until `seen_s`, in which the engine could have computed the request."""
+    seen_s: float = 0.0
+    """Time of the last decision, or of the start of the wait."""
+    seen_ahead: float = 0.0
+    """`WaitFacts.ahead` of the last decision."""
     until_s: float = -math.inf
     """Time until which the answer stays "wait", unless `wake` is called earlier."""
     wanted: int = 0
@@ -76,8 +83,8 @@ class Wait:
         """Start or continue the wait. Only the first call since `start_over` sets the clock."""
         self.wake()
         if not self.is_begun:
-            self.started_s = self.arrived_s = now_s
-            self.is_begun, self.wanted = True, wanted
+            self.started_s = self.arrived_s = self.seen_s = now_s
+            self.is_begun, self.lost_s, self.seen_ahead, self.wanted = True, 0.0, 0.0, wanted
 
     def arrived(self, now_s: float) -> None:
         self.arrived_s = now_s
@@ -99,6 +106,9 @@ class WaitFacts:
 
     missing: chunks not yet arrived. unproven: missing chunks that the bucket is not known to have,
         if the rule counts them.
+    progress_s: last arrival of a chunk, while fetches ordered before these are under way; otherwise
+        minus infinity.
+    ahead: chunks that the engine computes before those of this request.
     compute_s: time to compute one chunk.
     gate: whether waits must pay off (`recompute_gate`); otherwise only `max_wait_s` counts.
     """
@@ -107,6 +117,8 @@ class WaitFacts:
     wait: Wait
     missing: int
     unproven: int
+    progress_s: float
+    ahead: float
     compute_s: float
     forecast: Forecast
     max_wait_s: float
@@ -118,6 +130,7 @@ def keep_waiting(facts: WaitFacts, counters: Tally, gave_up: Callable[[float], o
     gave_up: called with the seconds since the last arrival if the end shows that fetches are slow.
     """
     wait, now_s, until_s = facts.wait, facts.now_s, decide(facts)
+    wait.lost_s, wait.seen_s, wait.seen_ahead = lost(facts), now_s, facts.ahead
     if now_s < until_s:
         wait.until_s = until_s
         return True
@@ -134,25 +147,28 @@ def decide(facts: WaitFacts) -> float:
     | case | deadline |
     |---|---|
     | no `gate` | `started_s` and `max_wait_s` |
-    | `all_s` is unknown, or less than `GAIN` of the time to compute what is likely there | the
-      first of `started_s` and `max_wait_s`, `started_s` and the time to compute all that was
-      wanted, `arrived_s` and patience |
+    | `all_s` is unknown, or less than `GAIN` of the time to compute what is ahead and what is
+      likely there | the first of `started_s` and `max_wait_s`, the time at which all that was
+      wanted would be computed if the request had not waited, and the end of patience |
     | what is left of `all_s` since `asked_s` is less than that, and no fetch is late | the first of
       these, and the time at which a fetch is late |
     | otherwise | it does not pay |
 
-    A fetch is late when `LATE` times `all_s` has passed since the last request or arrival. Patience
-    is `PATIENCE_S` until a fetch has been measured. It is then the largest of `PATIENCE_FETCHES`
-    fetch times, `PATIENCE_MIN_S`, and `PATIENCE_COMPUTE` times the time to compute the missing
-    chunks (at most `PATIENCE_S`).
+    A fetch is late when `LATE` times `all_s` has passed since the last request or arrival (also one
+    ordered before). Patience begins then, and does not end before what is ahead has been computed.
+    It is `PATIENCE_S` until a fetch has been measured, then the largest of `PATIENCE_FETCHES` fetch
+    times, `PATIENCE_MIN_S`, and `PATIENCE_COMPUTE` times the time to compute the missing chunks (at
+    most `PATIENCE_S`).
     """
     wait, forecast = facts.wait, facts.forecast
     latest_s = wait.started_s + facts.max_wait_s
     if not facts.gate:
         return latest_s
-    all_s, worth_s = forecast.all_s, GAIN * facts.compute_s * likely(facts)
+    arrived_s = max(wait.arrived_s, facts.progress_s)
+    free_s = facts.now_s + facts.compute_s * facts.ahead
+    all_s, worth_s = forecast.all_s, GAIN * facts.compute_s * (facts.ahead + likely(facts))
     if all_s is not None and all_s >= worth_s:
-        late_s = max(wait.asked_s, wait.arrived_s) + LATE * all_s
+        late_s = max(wait.asked_s, arrived_s) + LATE * all_s
         if facts.now_s >= late_s or wait.asked_s + all_s - facts.now_s >= worth_s:
             return -math.inf
         latest_s = min(latest_s, late_s)
@@ -160,8 +176,16 @@ def decide(facts: WaitFacts) -> float:
     if forecast.fetch_s is not None:
         for_much_s = min(PATIENCE_S, PATIENCE_COMPUTE * facts.compute_s * facts.missing)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FETCHES * forecast.fetch_s, for_much_s)
-    computed_s = wait.started_s + facts.compute_s * wait.wanted
-    return min(latest_s, computed_s, wait.arrived_s + patience_s)
+    computed_s = free_s + facts.compute_s * wait.wanted - lost(facts)
+    return min(latest_s, computed_s, max(free_s, arrived_s + patience_s))
+
+
+def lost(facts: WaitFacts) -> float:
+    """`Wait.lost_s` as of now. The time to compute what was ahead is not lost; it is known better
+    now than at the last decision."""
+    wait = facts.wait
+    more_s = facts.now_s - wait.seen_s - facts.compute_s * wait.seen_ahead
+    return wait.lost_s + max(0.0, more_s)
 
 
 def likely(facts: WaitFacts) -> float:

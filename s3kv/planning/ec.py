@@ -191,6 +191,8 @@ class ECPlanner:
             wait=request.wait,
             missing=sum(request.asked[identifier].rows for identifier in request.pending),
             unproven=0,
+            progress_s=request.wait.arrived_s,
+            ahead=0.0,
             compute_s=self.pace.encode_s(1),
             forecast=Forecast(fetch.at(bytes_ahead), fetch.measured(bytes_ahead)),
             max_wait_s=self._settings.max_wait_s,

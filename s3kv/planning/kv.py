@@ -86,7 +86,7 @@ class KVPlanner:
         self._overdue: dict[int, Job] = {}
         self._looked_up: dict[str, int] = {}
         """Tokens in the engine's own cache, for each request looked up since the last plan."""
-        self._idle_since_s = math.inf
+        self._idle_since_s, self._arrived_s = math.inf, -math.inf
 
     def add_request(
         self, request_id: str, block_hashes: Sequence[bytes], limits: RequestLimits = NO_LIMITS
@@ -187,7 +187,9 @@ class KVPlanner:
             if self._waits(request, lookup, now_s):
                 return WAIT
             lookup.stop()
-        return self._offer(request)
+        answer = self._offer(request)
+        self.pace.queued(now_s, self._left(request, request.local_tokens + answer.tokens))
+        return answer
 
     def _collect(
         self, request: PlannedRequest, now_s: float, orders: int = ORDERS_PER_LOOKUP
@@ -198,8 +200,7 @@ class KVPlanner:
         return awaited
 
     def _go_on(self, now_s: float) -> None:
-        """Continue collecting for the first request in `_unfinished`. Called in every step, because
-        the engine does not look up every request in every step."""
+        """Collect for the first of `_unfinished`: not every step looks up every request."""
         while self._unfinished:
             request_id, request = next(iter(self._unfinished.items()))
             if request.has_more:
@@ -220,6 +221,8 @@ class KVPlanner:
             wait=wait,
             missing=lookup.limit - lookup.secured,
             unproven=lookup.unproven,
+            progress_s=self._arrived_s if ahead > len(awaited) else -math.inf,
+            ahead=pace.tokens_ahead(now_s) / self._chunk_tokens,
             compute_s=pace.compute_s(self._chunk_tokens),
             forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds, near=near),
             max_wait_s=self._settings.max_wait_s,
@@ -237,6 +240,10 @@ class KVPlanner:
             self._overdue |= {job.job_id: job for job in lookup.pending.values()}
         tokens = request.offer()
         return Answer(False, tokens) if tokens else NOTHING
+
+    def _left(self, request: PlannedRequest, tokens: int) -> int:
+        """Number of the request's tokens after the first `tokens`, as of its last lookup."""
+        return max(0, len(request.hashes.known) * self._chunk_tokens - tokens)
 
     def admitted(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -303,7 +310,7 @@ class KVPlanner:
         if self._looked_up:
             scheduled = list(scheduled)
             self._doubt_loads(scheduled, copied)
-        tokens, requests, may_save = 0, self._requests, self.may_save
+        tokens, later, requests, may_save = 0, 0, self._requests, self.may_save
         saves: list[Job] = []
         for step in scheduled:
             tokens += step.scheduled_tokens
@@ -311,6 +318,7 @@ class KVPlanner:
             if request is None:
                 continue
             if step.block_ids:
+                later += self._left(request, step.computed_tokens + step.scheduled_tokens)
                 request.saving.place(step)
                 if first_written := step.computed_tokens if step.replaces else 0:
                     request.use(first_written, now_s)
@@ -331,7 +339,7 @@ class KVPlanner:
             fences=tuple(sorted(fences)) if fences else (),
             cancels=self._take_cancels() if self._unwanted else (),
             withdrawals=self._take_withdrawals() if self._overdue else (),
-            number=self.pace.step_started(now_s, tokens),
+            number=self.pace.step_started(now_s, tokens, later),
         )
 
     def _doubt_loads(self, scheduled: Iterable[ScheduledRequest], copied: frozenset[int]) -> None:
@@ -369,6 +377,7 @@ class KVPlanner:
     def _fetch_ended(self, job: Job, now_s: float) -> None:
         outcome, ended_with = job.outcomes[JobKind.FETCH], self.ledger.fetches_inflight + 1
         near = not job.asked_bucket
+        self._arrived_s = now_s if outcome.is_success else self._arrived_s
         self.pace.fetched(outcome, job.seconds, job.began_with, ended_with, job.source, near=near)
         for lookup, position in job.waiters:
             if position == lookup.probe and (outcome.is_success or outcome is Outcome.MISSING):

@@ -57,12 +57,12 @@ class OffloadAnswer(enum.Enum):
 @dataclass(slots=True)
 class _OffloadRequest:
     """A request. promised: keys answered HIT since it was last scheduled; new: those of this pass
-    that have no job yet. fetching: its fetches, by key. probes: unknown keys in new and fetching.
-    found: hashes for which some group's chunk arrived. lost: keys that failed. behind: keys not yet
-    promised to it, as of its last whole scan. stop: group and end token of the RETRY that ends its
-    scan in this pass. is_closed: it no longer waits. is_barred: it no longer saves. first: smallest
-    end token of a lookup, or of its chunks not yet computed. computed: keys from `first` that were
-    stored in this pass, with times. computing_s, computing_step: start of its next measurement."""
+    without a job. fetching: its fetches, by key. probes: unknown keys in new and fetching. found:
+    hashes for which some group's chunk arrived. lost: keys that failed. behind: keys not promised
+    at its last whole scan. stop: group and end token of the RETRY that ends its scan. is_closed: it
+    no longer waits. is_barred: it no longer saves. first: end token of its first lookup or chunk to
+    compute. computed: keys from there, stored in this pass, with times. computing_s,
+    computing_step: start of its next measurement."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -86,8 +86,7 @@ class _OffloadRequest:
 
 class OffloadPlanner:
     """The planner of one engine's tier. rows: of the primary tier. chunk_tokens: tokens of a key in
-    full attention. max_wait_s: longest wait. is_observed: whether `changes` is filled.
-    recompute_gate: `WaitFacts.gate`."""
+    full attention. is_observed: whether `changes` is filled. recompute_gate: `WaitFacts.gate`."""
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class OffloadPlanner:
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then
         self._tried_s = 0.0  # of the last arrival, or of the last wait that ignored the estimates
-        self._compute_s = math.inf  # per chunk; until it is measured, only patience counts
+        self._compute_s = 1e6  # per chunk; until it is measured, only patience counts
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
         """Add a new request. limits: vLLM enforces a limit on loads, unless it is 0."""
@@ -194,8 +193,7 @@ class OffloadPlanner:
     def _retry(
         self, request_id: str, request: _OffloadRequest, key: ChunkKey, end_token: int | None
     ) -> OffloadAnswer:
-        """Answer RETRY; or MISS, which ends a scan from the front, if an earlier key of the scan
-        makes the request wait and the keys `behind` have been counted."""
+        """Answer RETRY; or MISS, to end the scan, if an earlier key makes the request wait."""
         if request.behind and end_token is not None and request_id not in self.retries:
             request.stop = stop = request.stop or (key.group, end_token)
             if stop[0] == key.group and stop[1] <= end_token:
@@ -262,6 +260,8 @@ class OffloadPlanner:
             wait=wait,
             missing=missing,
             unproven=request.probes,
+            progress_s=self._tried_s if missing - retries < self.transfers.fetches else -math.inf,
+            ahead=self.pace.tokens_ahead(now_s) / self._chunk_tokens,
             compute_s=self._compute_s,
             forecast=forecast,
             max_wait_s=self._max_wait_s,
@@ -270,6 +270,7 @@ class OffloadPlanner:
         if keep_waiting(facts, self.counters, lambda s: self.pace.gave_up(s, missing, near=near)):
             return
         request.is_closed = True
+        self.pace.queued(now_s, missing * self._chunk_tokens)
         self.transfers.cancels += request.fetching.values()
         self._slow.update(dict.fromkeys(request.fetching, now_s + self._max_wait_s))
 
@@ -332,8 +333,7 @@ class OffloadPlanner:
         return jobs
 
     def _measure(self, request: _OffloadRequest) -> None:
-        """Measure prefill speed by the chunks computed since the last ones, or since scheduling.
-        vLLM may store a step's chunks in several transfers. A step of decoding has few tokens."""
+        """Measure prefill speed by the chunks of a pass, which vLLM stores in some transfers."""
         if not (computed := request.computed):
             return
         now_s = max(computed.values())

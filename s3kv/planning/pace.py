@@ -145,6 +145,7 @@ class Pace(FetchPace):
         self._step_number = 0
         self._is_idle = False  # whether the last step had nothing to compute
         self._step_ended_s = -math.inf
+        self._queued_tokens = self._queued_s = 0.0
 
     def fetched(
         self,
@@ -174,9 +175,13 @@ class Pace(FetchPace):
         most = self._fetches_at_once
         return (min(began_with, most) + min(ended_with, most)) / 2
 
-    def step_started(self, now_s: float, scheduled_tokens: int) -> int | None:
-        """Note the start of a step. Returns its number; None for a step that is not measured."""
+    def step_started(
+        self, now_s: float, scheduled_tokens: int, later_tokens: int = 0
+    ) -> int | None:
+        """Note the start of a step. Returns its number; None for a step that is not measured.
+        later_tokens: prompt tokens that its requests compute in later steps."""
         self._is_idle = scheduled_tokens == 0
+        self._queued_tokens, self._queued_s = scheduled_tokens + later_tokens, now_s
         if scheduled_tokens < MIN_PREFILL_SAMPLE_TOKENS:
             return None
         self._step_number += 1
@@ -208,6 +213,15 @@ class Pace(FetchPace):
     def compute_s(self, tokens: float) -> float:
         """Expected time to prefill `tokens`."""
         return tokens / self.prefill_tokens_per_s
+
+    def queued(self, now_s: float, tokens: int) -> None:
+        """Note `tokens` that the engine will compute. The start of the next step replaces them."""
+        self._queued_tokens, self._queued_s = self.tokens_ahead(now_s) + tokens, now_s
+
+    def tokens_ahead(self, now_s: float) -> float:
+        """Expected number of tokens that the engine computes before those queued next."""
+        done_tokens = (now_s - self._queued_s) * self.prefill_tokens_per_s
+        return max(0.0, self._queued_tokens - done_tokens)
 
     def forecast(self, chunks: int, rounds: int, *, near: bool = False) -> Forecast:
         """Forecast of the fetches until the last of `chunks` has arrived.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -132,14 +134,24 @@ def try_seeds(
     for seed in seeds:
         try:
             seen += run_seed(seed, kind=kind)
+            continue
         except Exception as error:  # noqa: BLE001 - whatever it is, the seed has failed
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
             what = f"{type(error).__name__} in {where}: {error}"
             failures.append(Failure(seed, what, kind, isinstance(error, FINDINGS)))
-            if len(failures) == failures_wanted:
-                break
+        _collect_garbage()
+        if len(failures) == failures_wanted:
+            break
     return seen, failures
+
+
+def _collect_garbage() -> None:
+    """Collect a failed fleet, whose coroutines may be in the middle of something. Otherwise that
+    happens during a later run, and fails there."""
+    with mock.patch.object(sys, "unraisablehook"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 def run_seeds(first: int, count: int, kind: str = "plain") -> tuple[Counter[str], list[Failure]]:

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s3kv.planning.deadline import Forecast, Wait, WaitFacts, decide, likely
+from s3kv.planning.deadline import Forecast, Wait, WaitFacts, decide, keep_waiting, likely, lost
+from s3kv.types import Tally
 
 UNKNOWN = Forecast(None, None)
 FACTS = WaitFacts(
     now_s=100.0,
-    wait=Wait(started_s=100.0, asked_s=100.0, arrived_s=100.0, wanted=10),
+    wait=Wait(started_s=100.0, asked_s=100.0, arrived_s=100.0, seen_s=100.0, wanted=10),
     missing=10,
     unproven=0,
+    progress_s=-math.inf,
+    ahead=0.0,
     compute_s=0.1,
     forecast=Forecast(0.2, 0.2),
     max_wait_s=10.0,
@@ -63,6 +66,19 @@ def slow(all_s: float) -> Forecast:
         # Where the bucket may have none of them, half are expected.
         ({"missing": 4, "unproven": 4, "forecast": Forecast(0.2, 0.2, 0.2, 0.2)}, -math.inf),
         ({"missing": 4, "unproven": 1, "forecast": Forecast(0.2, 0.2, 0.2, 0.2)}, 100.4),
+        # Chunks ordered before arrive: these are still to come.
+        ({"progress_s": 100.3}, 100.8),
+        ({"progress_s": 100.25, "missing": 2, "now_s": 100.3}, 100.55),
+        # The engine computes 20 chunks before: patience does not end before that, and computing
+        # would end later.
+        ({"ahead": 20}, 102.0),
+        ({"ahead": 3}, 100.5),
+        ({"ahead": 20, "max_wait_s": 1.5}, 101.5),
+        ({"ahead": 20, "forecast": slow(2.69)}, 102.0),
+        ({"ahead": 20, "forecast": slow(2.71)}, -math.inf),
+        # Of 2.3 s since the last decision, what was ahead took 2 s; before, 0.5 s were lost.
+        ({"now_s": 102.3, "seen_ahead": 20, "arrived_s": 102.3}, 102.8),
+        ({"now_s": 102.3, "seen_ahead": 20, "arrived_s": 102.3, "lost_s": 0.5}, 102.5),
     ],
 )
 def test_the_deadline_of_each_case(facts: dict[str, Any], until_s: float) -> None:
@@ -110,17 +126,28 @@ SECONDS = st.floats(0.0, 30.0)
 MEASURED = st.floats(0.001, 30.0) | st.none()
 
 
+CHUNKS_AHEAD = st.just(0.0) | st.floats(0.0, 300.0)
+
+
 @st.composite
 def any_facts(draw: st.DrawFn) -> WaitFacts:
     started_s = draw(SECONDS)
     arrived_s, asked_s = started_s + draw(SECONDS), started_s + draw(st.floats(-5.0, 30.0))
-    missing = draw(st.integers(0, 300))
+    missing, wanted = draw(st.integers(0, 300)), draw(st.integers(0, 300))
     return WaitFacts(
         now_s=max(arrived_s, asked_s) + draw(SECONDS),
-        wait=Wait(True, started_s, asked_s, arrived_s, wanted=draw(st.integers(0, 300))),
+        wait=Wait(
+            *(True, started_s, asked_s, arrived_s),
+            lost_s=draw(SECONDS),
+            seen_s=started_s,
+            seen_ahead=draw(CHUNKS_AHEAD),
+            wanted=wanted,
+        ),
         missing=missing,
         unproven=draw(st.integers(0, missing)),
         compute_s=draw(st.floats(0.0001, 1.0)),
+        progress_s=draw(st.just(-math.inf) | st.floats(started_s, arrived_s)),
+        ahead=draw(CHUNKS_AHEAD),
         forecast=Forecast(*(draw(MEASURED) for _ in range(4)), draw(st.floats(0.0, 1.0))),
         max_wait_s=draw(SECONDS),
         gate=draw(st.booleans()),
@@ -132,7 +159,8 @@ def test_no_wait_outlasts_its_bounds(facts: WaitFacts) -> None:
     until_s = decide(facts)
     assert until_s <= facts.wait.started_s + facts.max_wait_s
     if facts.gate:
-        assert until_s <= facts.wait.started_s + facts.wait.wanted * facts.compute_s
+        computed_s = facts.compute_s * (facts.ahead + facts.wait.wanted)
+        assert until_s <= facts.now_s + computed_s - lost(facts) + 1e-6
         assert until_s <= decide(replace(facts, gate=False))
 
 
@@ -148,9 +176,11 @@ def test_a_longer_limit_or_slower_computing_never_ends_a_wait_earlier(
 @given(any_facts())
 def test_as_time_passes_a_deadline_is_kept_or_withdrawn(facts: WaitFacts) -> None:
     """With nothing new, the answer at the deadline is not another, later one."""
-    until_s = decide(facts)
-    if facts.unproven == 0 and facts.now_s < until_s:
-        assert decide(replace(facts, now_s=until_s)) <= until_s
+    facts, counters = replace(facts, wait=replace(facts.wait)), Tally()
+    if facts.unproven == 0 and keep_waiting(facts, counters, lambda _: None):
+        until_s = facts.wait.until_s
+        ahead = max(0.0, facts.ahead - (until_s - facts.now_s) / facts.compute_s)
+        assert decide(replace(facts, now_s=until_s, ahead=ahead)) <= until_s + 1e-6
 
 
 @given(any_facts())

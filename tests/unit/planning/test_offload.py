@@ -343,6 +343,22 @@ def test_a_wait_is_patient_until_prefill_is_measured() -> None:
         assert (jobs[0].job_id in desk.planner.transfers.take_cancels()) is (name == "b")
 
 
+def test_a_request_waits_while_the_engine_computes_those_before_it() -> None:
+    desk = Desk("mab")
+    desk.look_up("m", 0)
+    desk.end_pass("m")
+    desk.now_s += 0.8
+    desk.store("m", *range(8))
+    desk.end_pass()
+    desk.planner.pace.gave_up(0.5, 8)  # so fetches are expected to take a second
+    jobs = {}
+    for name, first in (("a", 10), ("b", 20)):
+        desk.look_up(name, *range(first, first + 8))
+        jobs[name] = desk.load(name, *range(first, first + 8))
+    desk.end_pass()
+    assert desk.planner.transfers.take_cancels() == [job.job_id for job in jobs["a"]]
+
+
 def test_a_bucket_that_stalled_is_tried_again_after_a_minute() -> None:
     """The fetches of a wait that is refused at once are cancelled, and measure nothing."""
     desk = Desk("m")

@@ -288,9 +288,9 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
     assert desk.lookup("r") == WAIT
     desk.now_s = PATIENCE_S
     assert desk.lookup("r") == NOTHING
-    assert desk.ask("next", "zzzzyyyyxxxx") == NOTHING, (
-        "what the first has seen counts for the next"
-    )
+    assert desk.ask("next", "zzzzyyyyxxxx") == WAIT, "the engine has the first to compute"
+    desk.now_s += 2.5
+    assert desk.lookup("next") == NOTHING, "what the first has seen counts for the next"
     desk.end(desk.fetches())
     assert desk.ask("later", "qqqqwwwweeee") == WAIT, "it answers again"
 
@@ -301,6 +301,18 @@ def test_the_first_measurement_replaces_the_assumption() -> None:
     assert pace.prefill_tokens_per_s == 1_000
     pace.step_ended(1.2, pace.step_started(1.0, 100))
     assert 980 < pace.prefill_tokens_per_s < 1_000, "a small step weighs little"
+
+
+def test_an_engine_computes_what_is_queued() -> None:
+    pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
+    assert pace.tokens_ahead(5.0) == 0
+    pace.queued(5.0, 100)
+    pace.queued(5.0, 200)
+    assert [pace.tokens_ahead(now_s) for now_s in (5.0, 7.0, 9.0)] == [300, 100, 0]
+    pace.step_started(7.0, 100, later_tokens=50)
+    assert [pace.tokens_ahead(now_s) for now_s in (7.0, 8.0, 9.0)] == [150, 50, 0]
+    pace.queued(9.0, 100)
+    assert pace.tokens_ahead(9.0) == 100, "it has been idle since"
 
 
 def prefill(pace: Pace, *steps: tuple[int, float]) -> None:
