@@ -56,8 +56,7 @@ def _read(setting: str, path: str | None, variable: str) -> tuple[str, bytes]:
     """The place of a secret, in words, and its content: the file that the setting names, or without
     one the environment variable. Raises `ConfigError`."""
     if path is None:
-        content = os.fsencode(os.environ.get(variable, ""))
-        return f"the environment variable {variable}", content
+        return f"the environment variable {variable}", os.fsencode(os.environ.get(variable, ""))
     where = f"{setting} {path!r}"
     try:
         return where, Path(path).read_bytes()

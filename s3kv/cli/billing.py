@@ -98,8 +98,7 @@ def metric_sums(exposition: str) -> dict[str, float]:
     depending on the labels of a sample."""
     sums: dict[str, float] = {}
     for line in exposition.splitlines():
-        sample = _SAMPLE.match(line)
-        if sample is not None:
+        if (sample := _SAMPLE.match(line)) is not None:
             own = dict(_LABEL.findall(sample[2] or ""))
             key = "|".join([sample[1], *(own[label] for label in _LABELS if label in own)])
             sums[key] = sums.get(key, 0.0) + float(sample[3])

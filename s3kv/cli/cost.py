@@ -105,9 +105,8 @@ def cost(
         if (gpu_dollars_per_hour is None) != (prefill_tokens_per_s is None):
             raise ConfigError("--gpu-dollars-per-hour and --prefill-tokens-per-s go together")
         changed = {k.removeprefix("price_"): v for k, v in own_prices.items() if v is not None}
-        chosen = dataclasses.replace(prices.TABLE[table], **changed)
         traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
-        parts = billing.bill(traffic, stored, chosen)
+        parts = billing.bill(traffic, stored, dataclasses.replace(prices.TABLE[table], **changed))
         saved = paid = None
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)

@@ -118,9 +118,8 @@ def _print(sweep: Sweep, as_json: bool) -> None:
     done = sorted(sweep.namespaces.values(), key=lambda swept: -swept.deleted_bytes)
     total = sweep.total
     if as_json:
-        spaces = [asdict(one) for one in done]
         counts = {"dry_run": sweep.dry_run, "deleted_bytes": total.deleted_bytes}
-        print_json(counts | {"namespaces": spaces})
+        print_json(counts | {"namespaces": [asdict(one) for one in done]})
         return
     names = ("would go" if sweep.dry_run else "deleted", "bytes", "changed", "left", "bytes")
     rows = [

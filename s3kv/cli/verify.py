@@ -214,8 +214,7 @@ class Verifier:
         async with self._judging:
             if namespace not in self._judged:
                 ours = Integrity.of(self.config).identity()
-                manifest = (await walk.describe(self.store, namespace)).manifest
-                if manifest:
+                if manifest := (await walk.describe(self.store, namespace)).manifest:
                     wanted = leaves(json.dumps({"integrity": ours}).encode()) or {}
                     said = {n: v for n, v in manifest.items() if n.startswith("integrity")}
                     self._judged[namespace] = said == wanted

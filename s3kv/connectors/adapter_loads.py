@@ -70,8 +70,7 @@ class AdapterReport:
 
     def merge(self, other: AdapterReport) -> None:
         self.number = min(self.number, other.number)
-        theirs = other.by_id
-        self.by_id = {number: a for number, a in self.by_id.items() if theirs.get(number) == a}
+        self.by_id = {number: a for number, a in self.by_id.items() if other.by_id.get(number) == a}
 
 
 def hashed_name(adapter: LoRARequest) -> str:
@@ -205,8 +204,7 @@ def _detach(model: Any) -> None:
     Tensors that vLLM does not pin are mappings of the file. A write to the file changes them until
     vLLM copies them to the model, which may be any number of steps later.
     """
-    layers = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
-    for layer in layers:
+    for layer in (*model.loras.values(), *getattr(model, "modules_to_save", {}).values()):
         for name, tensor in vars(layer).items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 if not tensor.is_pinned():

@@ -83,8 +83,7 @@ class KnownAdapters:
     def arrived(self, request_id: str, adapter: LoRARequest, now_s: float) -> bytes | None:
         """Register a new request. Returns the current digest from which to derive its hashes; None
         if the request must not be cached."""
-        name = hashed_name(adapter)
-        use = _Use(adapter, name, None, self._step.number + 1, now_s + _MAX_WAIT_S)
+        use = _Use(adapter, hashed_name(adapter), None, self._step.number + 1, now_s + _MAX_WAIT_S)
         use.believed = self._loaded(use)
         self._uses[request_id] = use
         return None if use.believed is None else use.believed.digest
@@ -121,8 +120,7 @@ class KnownAdapters:
         """The adapter that the request will be computed with. Another may have the same number."""
         number = use.adapter.lora_int_id
         previous, self._names[number] = self._names.get(number, use.name), use.name
-        is_reported = self._step.reported >= use.from_step
-        loaded = self._by_id.get(number) if is_reported else None
+        loaded = self._by_id.get(number) if self._step.reported >= use.from_step else None
         if loaded is None and previous != use.name:
             # Two names share one number, so either adapter may be loaded.
             self._spoiled |= {previous, use.name}

@@ -62,8 +62,7 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     layers = layers_of(kv_cache_config)
     if not layers:
         raise UnsupportedError("this model has no KV cache. Run it without s3kv")
-    refused = sorted({_name(layer) for layer in layers if not _is_served(layer)})
-    if refused:
+    if refused := sorted({_name(layer) for layer in layers if not _is_served(layer)}):
         raise UnsupportedError(
             f"this model has layers of kind {', '.join(refused)}; s3kv serves full attention (with "
             "MLA), sliding windows, chunked local attention, and states of Mamba2, Gated DeltaNet "
@@ -126,9 +125,8 @@ def _check_states(vllm_config: VllmConfig) -> None:
 
 def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `UnsupportedError` if s3kv cannot follow tables that lose blocks before the end."""
-    groups = kv_cache_config.kv_cache_groups
     speculative = vllm_config.speculative_config
-    if any(group.is_eagle_group for group in groups) or (
+    if any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups) or (
         speculative is not None and speculative.use_eagle()
     ):
         raise UnsupportedError(

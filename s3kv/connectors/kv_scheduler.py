@@ -141,10 +141,8 @@ class SchedulerSide(Guarded):
         self._slot_bytes = sum(handshake.slot_bytes for handshake in handshakes)
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
-        loads, saves = self._may_load, self._may_save
-        line = start_line(
-            self._config, handshakes, self._sizes.coverages, may_load=loads, may_save=saves
-        )
+        loads, saves, coverages = self._may_load, self._may_save, self._sizes.coverages
+        line = start_line(self._config, handshakes, coverages, may_load=loads, may_save=saves)
         logger.log(*line)
         idle, slot_bytes = self.planner, handshakes[0].slot_bytes
         self.planner = self._make_planner(slots, slot_bytes, object_bytes, serves=True)
@@ -156,9 +154,8 @@ class SchedulerSide(Guarded):
         self, slots: int, slot_bytes: int, object_bytes: Sequence[int], *, serves: bool
     ) -> KVPlanner:
         config = self._config
-        room = room_for(slots, slot_bytes, object_bytes)
         ledger = Ledger(
-            Table(room, dict(enumerate(object_bytes))),
+            Table(room_for(slots, slot_bytes, object_bytes), dict(enumerate(object_bytes))),
             BucketIndex(),
             Breaker(has_disk=config.disk_path is not None),
             world_size=self._world_size,
@@ -186,8 +183,7 @@ class SchedulerSide(Guarded):
         if self._miscounts_sessions and self._may_save and getattr(request, "resumable", False):
             self._may_save = self.planner.may_save = False
             logger.warning("s3kv no longer saves: vLLM may keep wrong KV of sessions with drafts")
-        limits = read_limits(params_of(request), request.request_id)
-        self._enter(request, adapter, limits)
+        self._enter(request, adapter, read_limits(params_of(request), request.request_id))
 
     def _enter(self, request: Request, adapter: bytes | None, limits: RequestLimits) -> None:
         self.planner.add_request(request.request_id, self._hashes.of(request, adapter), limits)
@@ -229,9 +225,7 @@ class SchedulerSide(Guarded):
             request_id, computed_tokens, now_s, tokens=tokens, reads=may_read
         )
         self._traffic.looked_up(request_id, tokens, now_s, waits=answer.wait)
-        if answer.wait:
-            return None, False
-        return answer.tokens, answer.tokens > 0
+        return (None, False) if answer.wait else (answer.tokens, answer.tokens > 0)
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if external_tokens:

@@ -134,8 +134,7 @@ class _Indivisible(Exception):
 
 def _order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """The order of the dimensions of a page. Raises `_Indivisible`."""
-    kinds = sorted({type(layer).__name__ for layer in layers_of(kv_cache_config)} - _KINDS)
-    if kinds:
+    if kinds := sorted({type(layer).__name__ for layer in layers_of(kv_cache_config)} - _KINDS):
         raise _Indivisible(f"the model has layers of kind {', '.join(kinds)}")
     layout = kv_cache_config.kv_cache_layout
     order = _ORDERS.get(str(layout))

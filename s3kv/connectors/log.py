@@ -42,11 +42,8 @@ class _VllmHandler(logging.Handler):
 
 
 def join_vllm_log() -> None:
-    """Log the lines of the logger `s3kv` as vLLM logs its own. Idempotent.
-
-    Does nothing if the logger `s3kv` is already configured, for example by
-    VLLM_LOGGING_CONFIG_PATH.
-    """
+    """Log the lines of the logger `s3kv` as vLLM logs its own. Idempotent. Does nothing if the
+    logger `s3kv` is already configured, for example by VLLM_LOGGING_CONFIG_PATH."""
     ours = logging.getLogger("s3kv")
     if ours.handlers or ours.level != logging.NOTSET:
         return
@@ -209,8 +206,7 @@ class PromptTraffic(TrafficLine):
         self._prompts.pop(request_id, None)
 
     def _end_wait(self, request_id: str, now_s: float) -> None:
-        since_s = self._waiting.pop(request_id, None)
-        if since_s is not None:
+        if (since_s := self._waiting.pop(request_id, None)) is not None:
             self.counts["waits"] += 1
             self.counts["waited_ms"] += round(1000 * (now_s - since_s))
 

@@ -62,9 +62,7 @@ class MediaDigests:
             gone = weakref.ref(item, lambda _: self._known.pop(number, None))
             known = self._known[number] = (gone, _digest(item))
         digest = known[1]
-        if digest is None or _count(item) < feature.mm_position.get_num_embeds():
-            return None
-        return digest
+        return digest if digest and _count(item) >= feature.mm_position.get_num_embeds() else None
 
 
 def _digest(item: MultiModalKwargsItem) -> bytes | None:

@@ -120,10 +120,7 @@ def weights_path(model: ModelConfig) -> str:
 
 def local_weights(model: ModelConfig, load: LoadConfig, method: str) -> str | None:
     """Digest of the weights; None if they are random, not in local files, or not readable (which is
-    logged).
-
-    method: the setting `weights_digest`.
-    """
+    logged). method: the setting `weights_digest`."""
     path = weights_path(model)
     return None if is_dummy(load) else _or_warn(path, lambda: weights_digest(path, method))
 

@@ -120,8 +120,7 @@ class Telemetry:
         self, planner: Ledger | OffloadPlanner, now_s: float, *, finished: bool = False
     ) -> None:
         """Log the line on traffic, if one is due. finished: whether a request has just finished."""
-        bucket = planner.breaker.state
-        line = self._traffic.line(planner.counters, bucket, now_s, finished=finished)
+        line = self._traffic.line(planner.counters, planner.breaker.state, now_s, finished=finished)
         if line is not None:
             logger.info("%s", line)
 

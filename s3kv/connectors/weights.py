@@ -184,9 +184,8 @@ def _parts(path: Path, size: int) -> list[FileRange]:
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return []
     spans = sorted((start + begin, end - begin) for begin, end in (t.data_offsets for t in tensors))
-    if not all(0 <= length <= size - offset for offset, length in spans):
-        return []
-    return [(0, start), *spans]
+    is_sound = all(0 <= length <= size - offset for offset, length in spans)
+    return [(0, start), *spans] if is_sound else []
 
 
 def _digest_spans(path: Path, spans: Iterable[FileRange]) -> bytes:

@@ -125,8 +125,7 @@ class BlockCopies:
         `ChunkPlaces` and `GpuCopier` raise, and `RuntimeError` if the copy thread cannot use the
         device.
         """
-        places = ChunkPlaces(layouts, slab, slot_bytes, header_bytes)
-        copies = cls(open_copier(places))
+        copies = cls(open_copier(ChunkPlaces(layouts, slab, slot_bytes, header_bytes)))
         try:
             copies._entered.result()
         except COPY_ERRORS:
@@ -175,8 +174,7 @@ class BlockCopies:
         On a GPU this blocks until the copies are launched, and the stream waits for the rest. On a
         CPU it blocks until they are done. Raises `RuntimeError` when the device has failed.
         """
-        saves = self._out.jobs
-        jobs = [job for i in job_ids if (job := saves.get(i)) is not None]
+        jobs = [job for i in job_ids if (job := self._out.jobs.get(i)) is not None]
         if not jobs:
             return
         with self._changed:
@@ -294,8 +292,7 @@ class BlockCopies:
         with self._changed:
             while not self._closing and self._turn() is None:
                 # Only a new order ends the wait of an idle thread; a full window has to be polled.
-                waits = self._out.waiting or self._in.waiting
-                self._changed.wait(_ROOM_STEP_S if waits else None)
+                self._changed.wait(_ROOM_STEP_S if self._out.waiting or self._in.waiting else None)
             return not self._closing
 
     def _turn(self) -> CopyJob[Any] | None:

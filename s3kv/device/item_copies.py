@@ -110,9 +110,7 @@ class CudaItems:
         return event
 
     def seconds_between(self, started: torch.cuda.Event, stopped: torch.cuda.Event) -> float | None:
-        if not stopped.query():
-            return None
-        return float(started.elapsed_time(stopped)) / 1000
+        return float(started.elapsed_time(stopped)) / 1000 if stopped.query() else None
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)

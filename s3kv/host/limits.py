@@ -43,8 +43,7 @@ class MemoryLimits:
         """Bytes this process could still get."""
         if self.container_bytes is None or self.container_used_bytes is None:
             return self.machine_bytes
-        left_bytes = self.container_bytes - self.container_used_bytes
-        return max(0, min(self.machine_bytes, left_bytes))
+        return max(0, min(self.machine_bytes, self.container_bytes - self.container_used_bytes))
 
     def __str__(self) -> str:
         """All limits in one line, for a message."""

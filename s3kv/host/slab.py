@@ -150,8 +150,7 @@ class Slab:
         refusal = prefer_node(address, self.nbytes, choice.node)
         if not refusal:
             return
-        processors = choice.processors & os.sched_getaffinity(0)
-        if processors:
+        if processors := choice.processors & os.sched_getaffinity(0):
             # Without a policy, a page comes from the node of the thread that touches it first.
             logger.info(
                 "s3kv: %s; allocating from processors of that node instead: %d bytes (100 GiB take "
@@ -183,8 +182,7 @@ class Slab:
         Call `close` only after this has ended. Raises `ConfigError` if the memory is not there.
         """
         anchor = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive meanwhile
-        code = allocate(ctypes.addressof(anchor), self.nbytes, processors, stop)
-        if code:
+        if code := allocate(ctypes.addressof(anchor), self.nbytes, processors, stop):
             raise _too_large(f"{self.nbytes:,} bytes: {os.strerror(code)}")
 
     def close(self) -> None:
@@ -238,8 +236,7 @@ def populate(address: int, nbytes: int) -> int:
 def _check_room(planned: Plan, *wanted: tuple[int, int]) -> None:
     """Raise `ConfigError` if this host has no room for what is planned, or for the slabs that exist
     and those `wanted`, of which no page exists yet."""
-    shortage = memory_limits().shortage(planned, [*existing_slabs(), *wanted])
-    if shortage:
+    if shortage := memory_limits().shortage(planned, [*existing_slabs(), *wanted]):
         raise _too_large(shortage)
 
 

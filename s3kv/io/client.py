@@ -102,8 +102,7 @@ class IoClient:
         the error for the trouble if the process does not serve, and `IoProcessError` if it died or
         did not answer within `timeout_s`. After an error the client is closed.
         """
-        deadline_s = time.monotonic() + timeout_s
-        self._wait(lambda: self._answers.ready is not None, deadline_s)
+        self._wait(lambda: self._answers.ready is not None, time.monotonic() + timeout_s)
         ready = self._answers.ready
         if ready is not None and ready.serving:
             return ready

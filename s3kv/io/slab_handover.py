@@ -134,6 +134,5 @@ def _word_of(worker: socket.socket, deadline_s: float) -> bytes:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(raw)
+    pid, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid == os.getuid() and pid in (os.getpid(), os.getppid())

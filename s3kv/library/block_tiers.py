@@ -64,8 +64,7 @@ class BlockTiers:
 
     async def acquire(self, hot: DeviceBlocks, key: ChunkKey) -> int | None:
         stream = self.stream()
-        number = hot.acquire(key, stream)
-        if number is not None:
+        if (number := hot.acquire(key, stream)) is not None:
             self.host.ledger.counters["device_hits"] += 1
             self.host.hit(key)
             return number
@@ -162,8 +161,7 @@ class BlockTiers:
             if number is not None:
                 hot.release(number, stream)
 
-        number = await claimed(loaded, give_back)
-        if number is not None:
+        if (number := await claimed(loaded, give_back)) is not None:
             hot.wait_written(number, stream)
         return number
 

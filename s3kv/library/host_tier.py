@@ -111,8 +111,7 @@ class HostTier:
     def copied(self, job: Job, ok: bool) -> None:
         """End the copy to a place, which is no longer written to. ok: the place holds the object,
         and its upload starts now; otherwise the place is free again."""
-        outcome = Outcome.OK if ok else Outcome.FAILED
-        self._end(JobEnd(job.job_id, JobKind.SAVE, outcome))
+        self._end(JobEnd(job.job_id, JobKind.SAVE, Outcome.OK if ok else Outcome.FAILED))
         if ok:
             self.pump.submit(job.for_bucket())
         else:

@@ -151,10 +151,7 @@ class ChunkFormat:
 
 class Gathering:
     """Check of an object whose bytes arrive in any order. The digest of a segment is computed once
-    the segment is complete, while others are still arriving.
-
-    place: where the object arrives.
-    """
+    the segment is complete, while others are still arriving. place: where the object arrives."""
 
     def __init__(self, chunk: ChunkFormat, place: Place, block_hash: bytes) -> None:
         self._chunk, self._place, self._block_hash = chunk, place, block_hash
@@ -180,9 +177,8 @@ class Gathering:
         header = bytes(self._place.header)
         is_digested = self._chunk.integrity.digest_chars > 0
         digests = [self._digests[number] for number in sorted(self._digests) if is_digested]
-        expected = self._chunk._header(self._block_hash, digests)
         # In constant time: in a keyed mode, timing would help a forger.
-        if hmac.compare_digest(header, expected):
+        if hmac.compare_digest(header, self._chunk._header(self._block_hash, digests)):
             return None
         return self._chunk._reason(header, self._block_hash, digests)
 

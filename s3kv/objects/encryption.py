@@ -71,10 +71,7 @@ def encrypted_range(bounds: range) -> range:
 
 class EncryptedForm:
     """The encrypted form of one object, under one master key. Its methods may be called in any
-    thread, and hold the GIL for microseconds.
-
-    key: of the encrypted object, in the bucket.
-    """
+    thread, and hold the GIL for microseconds. key: of the encrypted object, in the bucket."""
 
     def __init__(self, key: str, master_id: str, cipher: Any) -> None:
         self.key = key

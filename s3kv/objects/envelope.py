@@ -61,11 +61,8 @@ _HEX = re.compile(rb"[0-9a-f]{6}")
 
 
 class Envelope:
-    """The compressed form of the objects of one format.
-
-    `of` returns None for a format without one: its payload is too short, its objects have no
-    digests, or the header would be too long.
-    """
+    """The compressed form of the objects of one format. `of` returns None for a format without one:
+    its payload is too short, its objects have no digests, or the header would be too long."""
 
     def __init__(self, chunk: ChunkFormat) -> None:
         self.chunk = chunk
@@ -130,8 +127,7 @@ class Envelope:
     def _padding(self, nbytes: int) -> int:
         """The padding before segments of `nbytes` that rounds their sum up to a multiple of a 64th
         of the plain payload."""
-        unit = -(-self.chunk.payload_bytes // _LENGTHS)
-        return -nbytes % max(1, unit)
+        return -nbytes % max(1, -(-self.chunk.payload_bytes // _LENGTHS))
 
     def encode(
         self,

@@ -57,11 +57,8 @@ class CodecError(S3KVError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """An object's header as read, unverified.
-
-    tensors: for a compressed object, those of its decoded segments. payload_bytes: of the object
-    as stored. codec: empty for a plain object.
-    """
+    """An object's header as read, unverified. tensors: for a compressed object, those of its
+    decoded segments. payload_bytes: of the object as stored. codec: empty for a plain object."""
 
     namespace_digest: str
     coverage: int

@@ -100,8 +100,7 @@ def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
     """The bytes that `fingerprint_digest` hashes and the manifest object holds."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode("ascii")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _require_text_keys(value: Any) -> None:

@@ -144,8 +144,7 @@ class RowTransfers:
             and transfer.request_id not in but_of
         }
         if late:
-            jobs = self.jobs.items()
-            self.cancels += [i for i, job in jobs if job.transfer.transfer_id in late]
+            self.cancels += [i for i, job in self.jobs.items() if job.transfer.transfer_id in late]
 
     def take_ends(self) -> list[TransferEnd]:
         """Take the transfers that have ended since the last call, each once."""

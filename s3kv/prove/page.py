@@ -98,8 +98,7 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _chart(bars: Bars, *, stacked: bool, mark: float | None = None, digits: int = 0) -> str:
     """Horizontal bars. mark: a value at which to draw a line."""
     lengths = [sum(values) if stacked else max(values) for _, values in bars]
-    longest = max([*lengths, mark or 0.0, 1e-9])
-    scale = (_WIDTH - _LEFT - 80) / longest
+    scale = (_WIDTH - _LEFT - 80) / max([*lengths, mark or 0.0, 1e-9])
     parts, y = [], 0
     for name, values in bars:
         parts.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')

@@ -60,8 +60,7 @@ def margins_text(report: Mapping[str, Any]) -> str:
 
 
 def _verdict(arms: Mapping[str, judge.ArmFacts], judgement: judge.Judgement) -> str:
-    failed = {finding.arm: None for finding in judgement.findings if finding.failed}
-    if failed:
+    if failed := {finding.arm: None for finding in judgement.findings if finding.failed}:
         is_wrong = any(finding.wrong for finding in judgement.findings)
         return f"{'WRONG' if is_wrong else 'NOT PROVEN'}: {', '.join(failed)}"
     served = [name for name in arms if name in judge.LOADING]

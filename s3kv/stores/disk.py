@@ -209,8 +209,7 @@ class Directory:
 
     def _add(self, nbytes: int) -> None:
         with self._locked() as fd:
-            used = _read_used(fd)
-            if used is not None:
+            if (used := _read_used(fd)) is not None:
                 _write_used(fd, max(0, used + nbytes))
 
     def correct(self, scanned_bytes: int, before_bytes: int | None) -> None:

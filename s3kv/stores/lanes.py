@@ -37,8 +37,7 @@ async def in_lanes(
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_T] | None:
     """The results of concurrent coroutines, in order; None if one of them returned None. Raises
     the first error. All have ended when this returns, raises or is cancelled."""
-    loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     running = set(tasks)
     try:
         while running:

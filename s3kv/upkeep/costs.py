@@ -45,11 +45,8 @@ def nanodollars(prices: Prices, traffic: Traffic) -> int:
 
 
 def growth_warning(seconds: float, sent_bytes: int, storage_price: float) -> str | None:
-    """Warning that a bucket grows without a bound, if it is due.
-
-    seconds: time since the first upload. sent_bytes: of all uploads so far. storage_price: of a GiB
-    for a month.
-    """
+    """Warning that a bucket grows without a bound, if it is due. seconds: time since the first
+    upload. sent_bytes: of all uploads so far. storage_price: of a GiB for a month."""
     gib_per_month = sent_bytes / _GIB / max(seconds, GROWTH_KNOWN_S) * _MONTH_S
     if seconds < GROWTH_KNOWN_S or gib_per_month < _TOLD_FROM_GIB:
         return None

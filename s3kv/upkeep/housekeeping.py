@@ -40,11 +40,8 @@ _Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Housekeeping:
-    """Starts and ends the work. Belongs to one asyncio loop.
-
-    registration: of the namespace; empty if another rank registers it. is_idle: whether no job
-    needs the network now.
-    """
+    """Starts and ends the work. Belongs to one asyncio loop. registration: of the namespace; empty
+    if another rank registers it. is_idle: whether no job needs the network now."""
 
     def __init__(
         self,

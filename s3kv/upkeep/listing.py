@@ -64,10 +64,7 @@ async def owned(
     store: Inventory, prefix: str, under: str | None = None
 ) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
     """Every object of the namespaces under `prefix`, and no foreign object. The address is that of
-    a chunk or item; None for a manifest or shape.
-
-    under: list only keys that start with this.
-    """
+    a chunk or item; None for a manifest or shape. under: list only keys that start with this."""
     async for info in listed(store, under or keys.all_namespaces(prefix)):
         address = keys.parse(info.key)
         namespace = address.namespace if address else keys.parse_sign(info.key)

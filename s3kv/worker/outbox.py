@@ -46,10 +46,7 @@ class _Parcel(NamedTuple):
 
 class Outbox:
     """The outbox of one engine. `client` has been started and has tried the bucket; `close` closes
-    client and slab.
-
-    All methods are for the engine's thread. clock: seconds, monotonic.
-    """
+    client and slab. All methods are for the engine's thread. clock: seconds, monotonic."""
 
     def __init__(self, client: IoClient, slab: Slab, clock: Callable[[], float]) -> None:
         self._client, self._slab, self._clock = client, slab, clock

@@ -162,8 +162,7 @@ class RankWorker:
             if linger_s and self._loading:
                 self._copies.wait_load(linger_s)
             self._collect_copies()
-        copying = self._loading or self._saves
-        for done in self._client.poll(0.0 if copying else linger_s):
+        for done in self._client.poll(0.0 if self._loading or self._saves else linger_s):
             self._jobs.remove(done.job_id)
             self._end(done)
             if done.reason:

@@ -143,8 +143,7 @@ class BucketExamination:
                 await self._refresh()
         gone = not read_only and await self._delete()
         if self.bandwidth_bytes and written and readable and gone:
-            action = "s3:PutObject and s3:GetObject"
-            await self._ask("bandwidth", action, self._bandwidth())
+            await self._ask("bandwidth", "s3:PutObject and s3:GetObject", self._bandwidth())
 
     async def _list(self) -> bool:
         """Try a listing. Returns False if no other call is worth trying: the bucket cannot be
@@ -231,8 +230,7 @@ class BucketExamination:
     async def _refresh(self) -> None:
         """Try the copy of an object onto itself."""
         try:
-            info = await self.store.head(self.key)
-            if info is not None:
+            if (info := await self.store.head(self.key)) is not None:
                 await self.store.refresh(self.key, info.modified_s)
             self._note("refresh", "ok", "an object can be rewritten in place")
         except StoreError as error:

@@ -72,9 +72,8 @@ def doctor(
     findings = bucket.examine(ours, uuid4().hex, bandwidth_bytes=bandwidth, read_only=read_only)
     findings += disk.examine(ours, time.perf_counter, read_only=read_only)
     findings += master_keys.examine(ours, time.perf_counter)
-    facts = host.look(os.environ)
     findings += host.examine(
-        ours, facts, workers=workers, algorithm=hash_algo, tier_bytes=tier_bytes
+        ours, host.look(os.environ), workers=workers, algorithm=hash_algo, tier_bytes=tier_bytes
     )
     healthy = is_healthy(findings)
     if as_json:

@@ -141,8 +141,7 @@ def _stack(layout: PageLayout, run: range, staging: torch.Tensor) -> Stack:
     storage = layout.caches[run[0]].untyped_storage()
     base, step_bytes, row_bytes = _rows(layers)
     begin, offset = base - storage.data_ptr(), layers[0].block_offset
-    block_bytes = layout.block_bytes
-    word_bytes = gcd(8, base, storage.data_ptr(), step_bytes, row_bytes, offset, block_bytes)
+    word_bytes = gcd(8, base, storage.data_ptr(), step_bytes, row_bytes, offset, layout.block_bytes)
     dtype = _WORDS[word_bytes]
     starts, strides = np.array(
         [
@@ -164,5 +163,4 @@ def _stack(layout: PageLayout, run: range, staging: torch.Tensor) -> Stack:
     payload = staging[: layout.payload_bytes].view(dtype).view(layout.blocks_per_chunk, -1)
     first, words = offset // word_bytes, row_bytes // word_bytes
     share = payload[:, first : first + len(starts) * words]
-    chunk = share.view(-1, len(starts), words)
-    return Stack(pages, chunk, first_rows, block_rows)
+    return Stack(pages, share.view(-1, len(starts), words), first_rows, block_rows)

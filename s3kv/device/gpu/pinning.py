@@ -115,8 +115,7 @@ def register(
         # CUDA would allocate the pages on one thread, while holding a driver lock that other
         # processes wait for. A failure shows when CUDA registers them.
         allocate(address, nbytes, os.sched_getaffinity(0))
-        code = int(_cudart().cudaHostRegister(address, nbytes, 0))
-        if code:
+        if code := int(_cudart().cudaHostRegister(address, nbytes, 0)):
             _forget_error(device)
             return registered, PinningRefusal.of(code, memory.numel(), memory_limits())
         registered[address] = nbytes
@@ -130,8 +129,7 @@ def register(
 def unpin(registered: dict[int, int]) -> None:
     """Undo `pin`. No copy may be running."""
     for address, nbytes in registered.items():
-        code = int(_cudart().cudaHostUnregister(address))
-        if code:
+        if code := int(_cudart().cudaHostUnregister(address)):
             _forget_error(torch.device("cuda"))
             text = "s3kv: CUDA did not unpin %d bytes (error %d); they stay pinned until the end"
             logger.warning(text, nbytes, code)

@@ -146,9 +146,7 @@ class JobQueue:
         has_stream = self.in_hurry or len(line.running) < streams
         if upload is None or not has_stream or not self._upload_places.fit(upload):
             return fetch
-        if fetch is None or self._fetches_in_a_row >= FETCHES_PER_UPLOAD:
-            return upload
-        return fetch
+        return upload if fetch is None or self._fetches_in_a_row >= FETCHES_PER_UPLOAD else fetch
 
     def withdraw(self, job_id: int) -> TransferJob | None:
         """Remove and return a waiting job. None if no waiting job has this id."""

@@ -68,8 +68,7 @@ def chain_of(
 ) -> Chain:
     """The chain of one rank."""
     others = OtherShards(handshake, store, bucket.fetch, borrow, StagingMemory(MOST_STAGED_BYTES))
-    sources = [*([disk] if disk else ()), bucket, others]
-    return Chain(sources, bucket, disk)
+    return Chain([*([disk] if disk else ()), bucket, others], bucket, disk)
 
 
 class Chain:
@@ -92,8 +91,7 @@ class Chain:
         host, or only the others; None: all."""
         if job.kind is JobKind.FETCH:
             return await self._fetch(job, near)
-        fresh_s = await self._found_fresh_s(job.key)
-        if fresh_s is not None:
+        if (fresh_s := await self._found_fresh_s(job.key)) is not None:
             return job.end(Outcome.EXISTS, fresh_s=fresh_s)
         try:
             end = await self._bucket.upload(job)
@@ -122,8 +120,7 @@ class Chain:
                 break
         if end.outcome is Outcome.OK and not end.near:
             # An item may be shorter than its place; a chunk of other shards fills it.
-            is_whole = end.source == BucketSource.name
-            await self._keep(job, end.nbytes if is_whole else job.nbytes)
+            await self._keep(job, end.nbytes if end.source == BucketSource.name else job.nbytes)
         return end
 
     async def _keep(self, job: TransferJob, nbytes: int) -> None:

@@ -92,8 +92,7 @@ class Compressor:
             yield job.place
             return
         try:
-            nbytes = await self._encode(job, envelope, codec, buffer)
-            if nbytes:
+            if nbytes := await self._encode(job, envelope, codec, buffer):
                 self.counters["io_encoded"] += 1
                 self.counters["io_encoded_bytes"] += job.nbytes
                 self.counters["io_encoded_stored_bytes"] += nbytes

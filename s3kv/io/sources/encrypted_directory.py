@@ -31,8 +31,7 @@ class EncryptedDirectory(Directory):
         """Read an object as `Directory.read` does; `UNREADABLE` bytes if it does not decrypt."""
         buffer = memoryview(bytearray(encrypted_bytes(place.nbytes)))
         for form in self._forms(key):
-            nbytes = super().read(form.key, Place.of(buffer), is_over)
-            if nbytes is not None:
+            if (nbytes := super().read(form.key, Place.of(buffer), is_over)) is not None:
                 break
         else:
             return None

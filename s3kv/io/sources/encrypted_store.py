@@ -85,8 +85,7 @@ class EncryptedStore:
         if not forms:
             return await self._store.head(key)
         for form in forms:
-            info = await self._store.head(form.key)
-            if info is not None:
+            if (info := await self._store.head(form.key)) is not None:
                 return replace(info, nbytes=decrypted_bytes(info.nbytes) or UNREADABLE)
         return None
 

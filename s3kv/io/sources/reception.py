@@ -72,11 +72,8 @@ class Decoder:
 
 
 class Reception:
-    """Reception of one object in the place of a job.
-
-    `land` and `progress` may be called in any thread, the others on the loop. Until `stop` has
-    ended, a thread may be writing to the place.
-    """
+    """Reception of one object in the place of a job. `land` and `progress` may be called in any
+    thread, the others on the loop. Until `stop` has ended, a thread may be writing to the place."""
 
     def __init__(self, decoder: Decoder, job: TransferJob) -> None:
         self._decoder, self._job = decoder, job
@@ -102,9 +99,8 @@ class Reception:
             if self._nbytes is None:
                 self._nbytes, self._landed_s = nbytes, self._decoder.clock()
                 if self._envelope is not None and nbytes < job.nbytes:
-                    codec = self._decoder.codec
                     self._decoding = Decoding(
-                        self._envelope, job.place, nbytes, job.block_hash, codec
+                        self._envelope, job.place, nbytes, job.block_hash, self._decoder.codec
                     )
             elif nbytes != self._nbytes:
                 return None

@@ -61,11 +61,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer. Header names are lower-case.
-
-    nbytes: announced length of a body that went, or would have gone, into the caller's buffer.
-    body: any other body, cut at `TEXT_LIMIT_BYTES`.
-    """
+    """An answer. Header names are lower-case. nbytes: announced length of a body that went, or
+    would have gone, into the caller's buffer. body: any other body, cut at `TEXT_LIMIT_BYTES`."""
 
     status: int
     headers: Mapping[str, str]

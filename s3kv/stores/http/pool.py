@@ -98,8 +98,7 @@ class Pool:
             told = "HTTP forbids a header: do the credentials end in a line break, or have letters"
             raise StoreError(f"{told} beyond ASCII?") from None
         async with self._permits:
-            used = self._take_idle()
-            if used is not None:
+            if (used := self._take_idle()) is not None:
                 with suppress(Stale):
                     return await self._run(used, request, head)
             return await self._run(await self._connect(), request, head)
@@ -251,8 +250,7 @@ def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
         )
     # With several addresses asyncio folds their errors into one text.
     if f"[Errno {errno.ECONNREFUSED}]" in str(error):
-        todo = "check endpoint_url, is a server there?"
-        return "", f"the connection was refused ({error}): {todo}"
+        return "", f"the connection was refused ({error}): check endpoint_url, is a server there?"
     return "", f"no connection: {error}"
 
 
@@ -304,8 +302,7 @@ class Addresses:
 
 async def look_up(host: str, port: int) -> Sequence[_AddressInfo]:
     """The resolver's answer. Raises `OSError`."""
-    loop = asyncio.get_running_loop()
-    return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
 def _is_address(host: str) -> bool:

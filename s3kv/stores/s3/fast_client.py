@@ -147,8 +147,7 @@ class FastClient:
         return info_of(key, length_of(call, bounds, response.nbytes, told), told)
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
-        more = {"If-None-Match": "*"} if if_absent else {}
-        headers = {"Content-Type": CONTENT_TYPE, **more}
+        headers = {"Content-Type": CONTENT_TYPE} | ({"If-None-Match": "*"} if if_absent else {})
         await self._send("s3:PutObject", "PUT", key, headers=headers, body=place)
 
     async def copy(self, key: str, modified_s: float) -> bool:

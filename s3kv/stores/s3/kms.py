@@ -64,8 +64,7 @@ def _told(why: str, remedy: str = "") -> str:
 
 
 async def _asked(config: Config, data_key: bytes) -> bytes:
-    keys = await users_credentials().frozen()
-    answer = await asyncio.to_thread(_ask, config, keys, data_key)
+    answer = await asyncio.to_thread(_ask, config, await users_credentials().frozen(), data_key)
     plain: bytes | None = answer.get("Plaintext")
     if plain is None:
         raise ValueError("the answer has no key: is AWS_ENDPOINT_URL_KMS, or a proxy, in between?")

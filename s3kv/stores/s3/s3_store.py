@@ -235,8 +235,7 @@ class S3Store:
 
     async def check(self, prefix: str | None = None) -> bool:
         # A listing rather than a HEAD of the bucket: its errors have a body with a code.
-        page = await self._list_page(prefix or f"{self._config.prefix}/", 1)
-        return bool(page.objects)
+        return bool((await self._list_page(prefix or f"{self._config.prefix}/", 1)).objects)
 
     async def close(self) -> None:
         await self.client.close()

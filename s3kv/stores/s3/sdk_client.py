@@ -260,8 +260,7 @@ class SdkClient:
         async with self._opening:
             if self._client is None:
                 self.traffic.host, self.traffic.region = self._address.host, self._address.region
-                ours = _Renewed(self._credentials)
-                self._session.register_component("credential_provider", ours)
+                self._session.register_component("credential_provider", _Renewed(self._credentials))
                 client = await self._exit.enter_async_context(self._make_client())
                 client.meta.events.register("before-call.s3", self._as_asked)
                 self._client = client
