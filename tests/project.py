@@ -32,11 +32,9 @@ def plant(root: Path, files: dict[str, str]) -> None:
 
 def declared() -> dict[str, Any]:
     """The table `project` of pyproject.toml."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return project
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def extras() -> dict[str, list[str]]:
     """The extras, and what each asks for."""
-    asked: dict[str, list[str]] = declared()["optional-dependencies"]
-    return asked
+    return declared()["optional-dependencies"]

@@ -53,23 +53,16 @@ def moto_server() -> Iterator[str]:
 def data_key(url: str, **how: Any) -> bytes:
     """A data key that a new key of the KMS at `url`, a server of moto, has encrypted. how: of
     GenerateDataKeyWithoutPlaintext; otherwise 32 bytes."""
-    kms = boto3.client(
-        "kms",
-        endpoint_url=url,
-        region_name=REGION,
-        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-    )
+    kms = boto_client(url, KEYS, "kms")
     made = kms.create_key()["KeyMetadata"]["KeyId"]
     how = how or {"KeySpec": "AES_256"}
-    told: bytes = kms.generate_data_key_without_plaintext(KeyId=made, **how)["CiphertextBlob"]
-    return told
+    return kms.generate_data_key_without_plaintext(KeyId=made, **how)["CiphertextBlob"]
 
 
-def boto_client(url: str, keys: dict[str, str]) -> Any:
-    """A second opinion: an S3 client that shares no code with ours."""
+def boto_client(url: str, keys: dict[str, str], service: str = "s3") -> Any:
+    """A second opinion: a client that shares no code with ours."""
     return boto3.client(
-        "s3",
+        service,
         endpoint_url=url,
         region_name=REGION,
         aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
@@ -160,9 +153,7 @@ async def scripted_server(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handler = handlers[min(len(serving), len(handlers) - 1)]
-        task = asyncio.current_task()
-        assert task is not None
-        serving.append(task)
+        serving.append(asyncio.current_task())
         try:
             with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 await handler(reader, writer)

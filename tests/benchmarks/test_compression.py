@@ -46,7 +46,6 @@ def test_the_entropy_is_of_the_bytes_of_one_significance(
 
 def test_whole_objects_are_measured() -> None:
     found = codec()
-    assert found is not None
     low = compression.measured(a_chunk("BF16", b"ab"), found, rounds=1)
     assert 0 < low["ratio"] < 0.01
     assert low["decode_gb_per_s"] > 0
@@ -78,7 +77,6 @@ def test_the_kv_of_a_small_model_shrinks() -> None:
     found = codec()
     if kv is None:
         pytest.skip("the weights are not installed")
-    assert found is not None
     kind = Kind("kv", "BF16", compression.as_bytes(kv[:1]))
     row = compression.measured(kind, found, rounds=1)
     assert compression.entropy(kind) - 0.01 < row["ratio"] < 0.75

@@ -219,8 +219,7 @@ def test_pages_go_tail_first_and_come_back_by_their_prefix() -> None:
         pool.fill(page, key)
     assert pool.take([], 2) is None
     pool.give_back(pages)
-    other = pool.take([], 2)  # the page never used, then the tail
-    assert other is not None
+    assert pool.take([], 2) is not None  # the page never used, then the tail
     assert pool.hit(chat, 10_000, CHUNK_TOKENS) == pages[:2]
     assert pool.hit(chat, CHUNK_TOKENS, CHUNK_TOKENS) == []  # its last token is always computed
     assert pool.take(pages[:2], 3) is None

@@ -44,7 +44,6 @@ def arrive(side: ECSchedulerSide, one: Any) -> None:
     """A request whose items are in the bucket."""
     assert not side.ensure(one, 0)
     for job in side.planner.take_fetches():
-        assert job.item is not None
         nbytes = 4096 + job.item.rows * WIDTH * 2
         side.planner.on_end(JobEnd(job.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1), 0.0)
     assert side.ensure(one, 0)

@@ -109,7 +109,6 @@ def test_an_output_of_the_plan_is_saved_and_reported(make: Make) -> None:
     side = make()
     outbox: Any = side._outbox
     report = encode(side, output())
-    assert report is not None
     assert outbox.sent == [(KEY, Span(0, NBYTES), ItemShape(ROWS, NBYTES))]
     assert bytes(outbox.view[HEADER_BYTES:NBYTES]) == output().view(torch.uint8).numpy().tobytes()
     assert [*report.uploaded] == [KEY]
@@ -171,7 +170,6 @@ def test_an_output_is_counted_whether_or_not_vllm_tells_of_it(
     if tells or may_save:
         side.save(cache, "a")
     found = side.report()
-    assert found is not None
     assert found.report.counters == {"encoded": 1, "encoded_rows": ROWS}
     assert found.report.encoded_rows == ROWS, "with the time that it took"
     assert side.report() is None, "once"

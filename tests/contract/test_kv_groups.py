@@ -146,14 +146,10 @@ def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
 
 def test_an_indexer_is_cached_with_its_latent_attention(tiny_config: Any) -> None:
     """DeepSeek-V3.2: vLLM puts both into one group, with blocks of 64 tokens on a GPU."""
-
-    def spec(head: int, dtype: torch.dtype) -> MLAAttentionSpec:
-        return dataclasses.replace(LATENT, block_size=64, head_size=head, dtype=dtype)
-
     layers = {
-        f"{n}.{name}": spec(*of)
+        f"{n}.{name}": dataclasses.replace(LATENT, block_size=64, head_size=head, dtype=dtype)
         for n in range(3)
-        for name, of in (("attn", (576, torch.bfloat16)), ("indexer", (132, torch.uint8)))
+        for name, head, dtype in (("attn", 576, torch.bfloat16), ("indexer", 132, torch.uint8))
     }
     together = UniformTypeKVCacheSpecs.from_specs(layers)
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), together)])

@@ -114,7 +114,6 @@ def text_console(*, terminal: bool = False) -> Console:
 
 
 def printed(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 

@@ -209,8 +209,7 @@ def profiled(work: Callable[[], object], folder: Path) -> dict[str, Any]:
     with profile, torch.profiler.record_function(ENGINE):
         work()
     profile.export_chrome_trace(str(folder / "trace.json"))
-    trace: dict[str, Any] = json.loads((folder / "trace.json").read_text())
-    return trace
+    return json.loads((folder / "trace.json").read_text())
 
 
 @contextmanager

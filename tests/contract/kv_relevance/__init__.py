@@ -150,9 +150,7 @@ def environment_variables(package: Path) -> set[str]:
     for node in ast.parse((package / "envs.py").read_text()).body:
         target = getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "environment_variables":
-            value = getattr(node, "value", None)
-            assert isinstance(value, ast.Dict)
-            return {key.value for key in value.keys if isinstance(key, ast.Constant)}
+            return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     raise ValueError(f"{package}/envs.py has no environment_variables")
 
 

@@ -78,7 +78,6 @@ class Scene:
         if self._life is None:
             # Where timeouts are short, a machine that stands still for a moment is trouble, too.
             assert self.new_life().start() is None or self.case.in_time
-        assert self._life is not None
         return self._life
 
     def new_life(self) -> Life:

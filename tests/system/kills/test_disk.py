@@ -160,8 +160,7 @@ async def fetched(worker: rig.Worker, number: int) -> str:
     end = await worker.end_of(rig.fetch(number, slot=1))
     assert end.outcome is Outcome.OK
     assert bytes(worker.slot(1)) == rig.sealed(number)
-    source_name: str = end.source
-    return source_name
+    return end.source
 
 
 async def test_a_disk_that_is_full_loses_no_upload(

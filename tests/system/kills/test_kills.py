@@ -97,7 +97,6 @@ class Victim:
 
     def listen(self) -> dict[str, Any]:
         """The latest it has said."""
-        assert self.process.stdout is not None
         while select.select([self.process.stdout], [], [], 0)[0]:
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
@@ -236,7 +235,6 @@ class Run:
         victim = Victim(self._s3, self._rng.randrange(2**32), log_path, Form("on", (NEW, OLD)))
         try:
             wait_until("it loads from the bucket", lambda: victim.count("hit_tokens_bucket") > 0)
-            assert victim.process.stdin is not None
             victim.process.stdin.close()
             victim.process.wait(240)  # it gives itself 120 s to come to rest
             assert victim.process.returncode == 0, victim.log_path.read_text()

@@ -53,10 +53,7 @@ def compressed(number: int, tensors: tuple[TensorSpec, ...] = (TEXT,)) -> bytes:
     place = Place.of(bytearray(layout.object_bytes), layout.header_bytes)
     place.payload[:] = bytes([number, 1, 2, 3]) * (layout.payload_bytes // 4)
     codec = compression.codec()
-    assert codec is not None
-    pieces = Envelope(layout).encode(place, block_hash(number), codec, lambda: False)
-    assert pieces is not None
-    return b"".join(pieces)
+    return b"".join(Envelope(layout).encode(place, block_hash(number), codec, lambda: False))
 
 
 def fill(boto: Any, bad: dict[int, bytes]) -> None:

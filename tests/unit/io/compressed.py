@@ -95,11 +95,7 @@ def stored(
 ) -> bytes:
     """The compressed object of a payload."""
     place = Place.of(bytearray(form.header_bytes) + data, form.header_bytes)
-    envelope = Envelope.of(form)
-    assert envelope is not None
-    parts = envelope.encode(place, block_hash, codec(), lambda: False)
-    assert parts is not None
-    return b"".join(parts)
+    return b"".join(Envelope.of(form).encode(place, block_hash, codec(), lambda: False))
 
 
 def greeting(**settings: Any) -> wire.Handshake:

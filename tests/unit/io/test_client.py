@@ -262,7 +262,6 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
     assert ends(client, 1)[1].outcome is Outcome.OK
 
     monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "http://127.0.0.1:1")
-    assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     while client.life.deaths < 5:  # once by the signal; a job that crashes it thrice is given up
         until(lambda: client.poll() or client.life.state is State.UP)
@@ -272,11 +271,7 @@ def test_a_process_without_kms_is_replaced_until_kms_answers(
 
     monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", moto_url)
     until(lambda: client.poll() or client.life.state is State.UP)
-
-    def is_hit() -> bool:
-        return end_of_fetch(client, 3).outcome is Outcome.OK
-
-    until(is_hit, "a hit")
+    until(lambda: end_of_fetch(client, 3).outcome is Outcome.OK, "a hit")
     assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
     assert told[:16] not in caplog.text
 
@@ -434,7 +429,6 @@ def test_jobs_that_do_not_settle_are_cancelled_or_end_with_their_process(
     client.settle(0.1)
     assert ends(client, 1)[0].outcome is Outcome.CANCELLED
     fetch(client, 1, number=1)
-    assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     client.settle(0.1)
     assert client.life.state is State.DOWN  # so nothing writes to the slab
@@ -479,7 +473,6 @@ def parent(
             command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         started.append(process)
-        assert process.stdout is not None
         return process, int(process.stdout.readline())
 
     yield start
@@ -487,7 +480,6 @@ def parent(
         if process.returncode is None:  # or the number may be another's by now
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 

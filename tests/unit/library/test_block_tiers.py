@@ -42,15 +42,13 @@ def compute(pools: Tensors, block: int, number: int) -> None:
 
 
 async def opened(config: Config, pools: Tensors | None, **more: object) -> TieredStore:
-    store: TieredStore = await stores.opening(config, shapes=SHAPES, pools=pools, **more)
-    return store
+    return await stores.opening(config, shapes=SHAPES, pools=pools, **more)
 
 
 async def computed(store: TieredStore, pools: Tensors, number: int) -> bool:
     """Whether the block was kept in host memory. It is released at once. Its number is numpy's, as
     in an engine's table."""
     block = store.allocate()
-    assert block is not None
     compute(pools, block, number)
     block = np.int64(block)
     kept = store.put_block(hash_of(number), block)
@@ -64,7 +62,6 @@ async def test_a_block_goes_from_one_pool_to_another_through_the_bucket(config: 
         assert await store.acquire(hash_of(1)) is None
         assert await computed(store, pools, 1)
         block = await store.acquire(hash_of(1))
-        assert block is not None
         assert holds(pools, block, 1)
         store.release(block)
         await store.flush()
@@ -76,7 +73,6 @@ async def test_a_block_goes_from_one_pool_to_another_through_the_bucket(config: 
     other = new_pools(4)
     async with await opened(config, other) as store:
         block = await store.acquire(hash_of(1))
-        assert block is not None
         assert holds(other, block, 1)
         assert store.counters["loads"] == 1
         store.release(block)
@@ -109,9 +105,7 @@ async def test_many_who_acquire_one_block_cause_one_load(config: Config) -> None
         blocks = await asyncio.gather(*(store.acquire(hash_of(1)) for _ in range(20)))
         assert len(set(blocks)) == 1
         assert (store.counters["fetches"], store.counters["loads"]) == (1, 1)
-        block = blocks[0]
-        assert block is not None
-        for _ in blocks:
+        for block in blocks:
             store.release(block)
         for call in (store.release, lambda block: store.put_block(hash_of(1), block)):
             with pytest.raises(ValueError, match="not held"):

@@ -15,7 +15,7 @@ from s3kv.errors import ConfigError, StoreMissing
 from s3kv.library.tiered_store import TieredStore
 from s3kv.types import Location
 from tests.servers import BUCKET, KEYS, REGION, boto_client
-from tests.unit.library.stores import SHAPES, block, hash_of, opening, room, same
+from tests.unit.library.stores import block, gives, hash_of, new_pools, opening, room
 from tests.waiting import until
 
 
@@ -28,9 +28,7 @@ async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config
     async with opening(config) as store:
         assert await store.put(key, tensors)
         assert store.where(key).host
-        into = room()
-        assert await store.get(key, into)
-        assert same(into, tensors)
+        assert await gives(store, 1)
         await store.flush()
         assert store.where(key).bucket is True
 
@@ -38,9 +36,7 @@ async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config
         where = other.where(key)
         assert not where.host
         assert where.bucket is None
-        into = room()
-        assert await other.get(key, into)
-        assert same(into, tensors)
+        assert await gives(other, 1)
         assert other.where(key).host
 
 
@@ -110,8 +106,7 @@ class Objects:
 async def store(config: Config) -> AsyncIterator[TieredStore]:
     """With one block, in all tiers."""
     config = dataclasses.replace(config, refresh_after_s=AFTER_S)
-    pools = {name: torch.zeros(2, *shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-    async with opening(config, pools=pools) as store:
+    async with opening(config, pools=new_pools(2)) as store:
         assert await store.put(KEY, block(1))
         await from_the_device(store)
         assert await store.flush() == ()
@@ -120,9 +115,7 @@ async def store(config: Config) -> AsyncIterator[TieredStore]:
 
 
 async def from_the_device(store: TieredStore) -> None:
-    number = await store.acquire(KEY)
-    assert number is not None
-    store.release(number)
+    store.release(await store.acquire(KEY))
 
 
 async def from_host_memory(store: TieredStore) -> None:

@@ -85,7 +85,6 @@ def test_names_reveal_neither_hash_nor_key() -> None:
     form = form_of()
     assert ADDRESS.key.block_hash.hex() not in form.key
     address = keys.parse(form.key)
-    assert address is not None
     assert address.is_encrypted
     assert address.namespace == NAMESPACE
     for shown in (repr(MasterKey(MASTER)), str(form), repr(Keyring([MASTER]))):

@@ -87,9 +87,7 @@ def encoded(
 
 
 def good(form: ChunkFormat = FORMAT, block_hash: bytes = HASH, seed: int = 1) -> bytes:
-    data = encoded(form, payload_of(form, seed), block_hash)
-    assert data is not None
-    return data
+    return encoded(form, payload_of(form, seed), block_hash)
 
 
 class Arena:
@@ -172,7 +170,6 @@ def test_an_object_comes_back_while_it_arrives(
     payload = payload_of(form, seed, kinds)
     data = encoded(form, payload, is_padded=is_padded)
     assume(data is not None)
-    assert data is not None
     assert len(data) < form.object_bytes
     arena, rng = Arena(form, is_apart, extra), random.Random(seed)
     decoding = Decoding(Envelope(form), arena.place, len(data), HASH, CODEC)
@@ -204,9 +201,7 @@ def test_padded_objects_have_one_of_few_lengths_whatever_their_content() -> None
 @pytest.mark.parametrize("change", [-1, 1])
 def test_no_other_padding_is_accepted(change: int) -> None:
     envelope, data = Envelope(FORMAT), encoded(FORMAT, payload_of(FORMAT), is_padded=True)
-    assert data is not None
     segments = envelope.listed(data[: envelope.header_bytes], HASH, len(data))
-    assert segments is not None
     assert segments.padding > 1
     header = envelope.header(HASH, segments._replace(padding=segments.padding + change))
     assert envelope.listed(header, HASH, len(data) + change) is None
@@ -246,12 +241,10 @@ def test_whole_segments_of_a_usual_size(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "LEAST_PAYLOAD_BYTES", 2**18)
     form = ChunkFormat(DIGEST, (kv(pages=2**19 // 4 + 7), TensorSpec("x", "U8", (9,))), 0, "whole")
     envelope = Envelope.of(form)
-    assert envelope is not None
     assert [len(segment) for segment in envelope.segments] == [2**20, 56, 9]
     assert envelope.item_bytes == (2, 2, 1)
     payload = payload_of(form)
     data = encoded(form, payload)
-    assert data is not None
     assert len(data) < 0.75 * form.object_bytes
     arena = Arena(form, is_apart=True)
     decoding = Decoding(envelope, arena.place, len(data), HASH, CODEC)
@@ -539,7 +532,6 @@ def test_chunks_that_lie_are_refused(form: ChunkFormat, end: int | None, number:
     nbytes, size = len(envelope.segments[number]), envelope.item_bytes[number]
     lie = (b"some text that shrinks. " * nbytes)[: nbytes + GUARD // 2]
     chunk = CODEC.encode(memoryview(lie), size)
-    assert chunk is not None
     pieces[number] = chunk[:end]
     assert len(pieces[number]) < nbytes
     decoded = decoded_of(form)

@@ -53,7 +53,6 @@ class Recorder:
 
     def check(self, data: bytes) -> None:
         """What arrived grew, and was the front of `data`."""
-        assert self.memory is not None
         assert bytes(self.memory.cut(0, len(data))) == data
         lengths = [len(seen) for seen in self.seen]
         assert lengths == sorted(set(lengths))
@@ -272,7 +271,6 @@ class ObjectStoreSuite:
         await write(store, root + "k", pattern(100, 1), if_absent=True)
         read = await store.get_into(root + "k", Place.of(bytearray(100)))
         head = await store.head(root + "k")
-        assert read is not None
         assert read == head
         for info in (read, head):
             assert 0 <= info.age_s < 60
@@ -312,7 +310,6 @@ class ObjectStoreSuite:
         """Of servers that know none only the second half can be asked."""
         await write(store, root + "k", pattern(10, 1))
         first = await store.head(root + "k")
-        assert first is not None
         await write(store, root + "k", pattern(10, 2))
         second = await store.head(root + "k")
         assert first.etag != second.etag

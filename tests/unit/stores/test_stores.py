@@ -146,7 +146,6 @@ def encrypting(store: ObjectStore) -> EncryptedStore:
 
 def with_cases(test: Callable[..., Any], names: str, cases: Sequence[Any]) -> Any:
     """The same test with other cases than in the suite."""
-    assert isinstance(test, FunctionType)
     copied = FunctionType(test.__code__, test.__globals__, test.__name__)
     return pytest.mark.parametrize(names, cases)(copied)
 

@@ -147,7 +147,6 @@ def test_of_ranks_that_hold_the_same_one_asks() -> None:
     rig.rank.begin(StepPlan(jobs=(BucketJob(7, JobKind.USE, KEY),)))
     assert rig.client.jobs == []
     report = rig.rank.take_report()
-    assert report is not None
     other = StepReport()
     other.add(JobEnd(7, JobKind.USE, Outcome.MISSING, fresh_s=0.0))
     report.merge(other)
@@ -352,7 +351,6 @@ def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
     assert rig.rank.take_report() is None, "the other half may still be read"
     rig.end(SavedEnd(6, True, 0.5), SavedEnd(8, True, 0.1))
     report = rig.rank.take_report()
-    assert report is not None
     ends = [end for end in report.ends.values() if end.kind is JobKind.SAVE]
     saved = {end.job_id: (end.nbytes, end.seconds) for end in ends}
     assert saved == {3: (3_000, 0.5), 4: (10, 0.1)}

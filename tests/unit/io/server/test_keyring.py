@@ -60,7 +60,6 @@ async def test_the_first_key_encrypts(
     else:
         monkeypatch.setenv(KEYS_VARIABLE, text)
     ring = await opened(**settings)
-    assert ring is not None
     assert ring.keys == tuple(map(MasterKey, SECRETS[:count]))
 
 
@@ -73,7 +72,6 @@ async def test_keys_of_kms_keep_their_order_among_others(
     for keys in ([first, KEYS[0], second], [second, first], [first]):
         monkeypatch.setenv(KEYS_VARIABLE, "\n".join(keys))
         ring = await opened()
-        assert ring is not None
         rings.append([key.secret for key in ring.keys])
     (one, plain, two), *others = rings
     assert plain == SECRETS[0]
@@ -131,7 +129,6 @@ async def test_kms_is_asked_for_all_keys_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "decrypted", decrypted)
     monkeypatch.setenv(KEYS_VARIABLE, "\n".join(map(told, SECRETS)))
     ring = await opened()
-    assert ring is not None
     assert [key.secret for key in ring.keys] == begun == SECRETS
 
 

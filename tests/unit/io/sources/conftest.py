@@ -18,5 +18,4 @@ def bucket(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(params=["whole", "ranges"])
 def range_bytes(request: pytest.FixtureRequest) -> int:
     """0, or the module's `PART_BYTES`."""
-    nbytes: int = request.module.PART_BYTES if request.param == "ranges" else 0
-    return nbytes
+    return request.module.PART_BYTES if request.param == "ranges" else 0

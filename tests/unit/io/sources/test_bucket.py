@@ -116,7 +116,6 @@ async def test_header_and_payload_in_memory_of_their_own(
         end = await bucket.upload(job)
         assert (end.outcome, end.nbytes) == (Outcome.OK, form.object_bytes)
         info = await store.head(key)
-        assert info is not None
         assert (info.nbytes < form.object_bytes) == (form is compressed.FORMAT)
         end = await bucket.fetch(replace(job, kind=JobKind.FETCH, place=read))
         assert (end.outcome, end.nbytes) == (Outcome.OK, form.object_bytes)

@@ -42,8 +42,7 @@ class Bucket(MemoryStore):
     gate: of second halves. halves: number of first halves delivered. failures: what the next reads
     raise after the first half. late: number of the next reads that do not begin until they are
     cancelled, and then try to. landed: what these got. after: what the object is replaced with
-    after the next reads. serves_ranges: as it says. lengths: told by the next
-    answers.
+    after the next reads. serves_ranges: as it says. lengths: told by the next answers.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,6 @@ class Bucket(MemoryStore):
             try:
                 await asyncio.Event().wait()
             finally:
-                assert receiver is not None
                 self.landed.append(receiver.begin(info.nbytes))
         memory = landing(place, receiver, len(data), info.nbytes)
         if memory is not None:

@@ -274,7 +274,6 @@ async def test_a_system_without_further_threads_does_not_matter_later(
     with refused(monkeypatch):
         assert await stored(compressor, job_of()) == STORED
         future = compressor.decoder.run(lambda: None)
-        assert future is not None
         await asyncio.wrap_future(future)
     assert is_idle(compressor)
     compressor.close()
@@ -285,7 +284,6 @@ async def test_its_threads_end_when_it_is_closed() -> None:
     compressor = opened(compress="on")
     assert await stored(compressor, job_of()) == STORED
     future = compressor.decoder.run(lambda: None)
-    assert future is not None
     await asyncio.wrap_future(future)
     compressor.close()
     compressor.close()

@@ -25,6 +25,7 @@ from s3kv.stores.disk import Directory
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker
+from tests.unit.io.sources.test_chain import Bucket as Hanging
 from tests.unit.io.sources.test_executors import refused
 from tests.waiting import until
 
@@ -243,23 +244,12 @@ async def test_a_file_that_cannot_be_read_fails_the_disk_once(
         await until_counted(worker, failed=1)
 
 
-class Hanging(MemoryStore):
-    """Answers reads once `answers` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers = asyncio.Event()
-        self.answers.set()
-
-    async def begin(self, verb: str, key: str) -> None:
-        await super().begin(verb, key)
-        if verb == "get_into":
-            await self.answers.wait()
-
-
 @pytest.fixture
 def hanging() -> Hanging:
-    return Hanging()
+    """It answers until `answers` is cleared."""
+    hanging = Hanging()
+    hanging.answers.set()
+    return hanging
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -249,7 +249,6 @@ async def test_ranges_of_four_mebibytes_by_network_threads(
             job = TransferJob(1, JobKind.UPLOAD, key, block_hash, LARGE, place)
             assert (await source.upload(job)).outcome is Outcome.OK
             info = await store.head(key)
-            assert info is not None
             assert (info.nbytes < LARGE.object_bytes) == (mode == "on")
             job = replace(job, kind=JobKind.FETCH)
             before = store.traffic.requests["GET|2xx"]

@@ -62,21 +62,15 @@ def decoder_of(executor: Executor, codec: Codec | None = None, *, seals: bool = 
 def job_of(place: Place | None = None, form: ChunkFormat | ItemFormat = FORMAT) -> TransferJob:
     """A fetch into a place (None: one of its own, header and payload apart)."""
     if place is None:
-        assert isinstance(form, ChunkFormat)
         place = compressed.apart(form)
     return TransferJob(1, JobKind.FETCH, "key", HASH, form, place)
-
-
-def write(memory: Place | None, data: bytes, begin: int = 0) -> None:
-    assert memory is not None
-    memory.write(data, begin)
 
 
 async def receive(reception: Reception, data: bytes, steps: int = 1) -> Mismatch | None:
     """Receive a whole object in so many steps, and verify it."""
     memory = reception.land(len(data))
     for step in cut(len(data), steps, 1):
-        write(memory, data[step.start : step.stop], step.start)
+        memory.write(data[step.start : step.stop], step.start)
         reception.progress(step.stop)
     try:
         return await reception.check(len(data))
@@ -87,7 +81,7 @@ async def receive(reception: Reception, data: bytes, steps: int = 1) -> Mismatch
 def write_range(reception: Reception, data: bytes, bounds: range) -> None:
     """Receive the range of an object, as far as it has one."""
     part = data[bounds.start : bounds.stop]
-    write(reception.land(len(data), bounds), part)
+    reception.land(len(data), bounds).write(part)
     reception.came(range(bounds.start, bounds.start + len(part)))
 
 
@@ -129,7 +123,7 @@ async def test_ranges_arrive_in_any_order(
     for bounds in ranges:
         if rng.random() < 0.5:
             part = data[bounds.start : bounds.stop]
-            write(reception.land(len(data), bounds), part[: len(part) // 2])
+            reception.land(len(data), bounds).write(part[: len(part) // 2])
         write_range(reception, data, bounds)
     assert await reception.check(len(data)) is None
     await reception.stop()
@@ -160,7 +154,7 @@ async def test_bytes_arrive_from_a_thread_while_others_decode(pool: ThreadPoolEx
             memory, at = reception.land(len(STORED)), 0
             while at < len(STORED):
                 end = min(len(STORED), at + rng.choice([1, 100, 4096, 10**5, 10**6]))
-                write(memory, STORED[at:end], at)
+                memory.write(STORED[at:end], at)
                 if rng.random() < 0.9:
                     reception.progress(end)
                 at = end
@@ -230,17 +224,14 @@ async def test_a_range_of_another_object_is_not_written_over_what_is_decoded(
             write_range(reception, (other if number in swapped else STORED)[: len(STORED)], bounds)
         assert await reception.check(len(STORED)) == "digest"
         await reception.stop()
-        envelope = decoder.envelope(FORMAT)
-        assert envelope is not None
         if swapped.start == 3:  # the first segment was decoded before
-            first = envelope.segments[0]
+            first = decoder.envelope(FORMAT).segments[0]
             assert bytes(job.place.payload[: first.stop]) == DATA[: first.stop]
 
 
 async def test_an_object_too_long_for_its_place_does_not_land(decoder: Decoder) -> None:
     reception = Reception(decoder, job_of())
     memory = reception.land(FORMAT.object_bytes + 1)
-    assert memory is not None
     assert memory.nbytes == FORMAT.object_bytes
     assert await reception.check(FORMAT.object_bytes + 1) == "length"
 
@@ -333,7 +324,7 @@ async def test_nothing_is_written_after_it_has_been_stopped(
 ) -> None:
     codec, job = Held(), job_of()
     reception = Reception(decoder_of(pool, codec, seals=seals), job)
-    write(reception.land(len(STORED)), STORED)
+    reception.land(len(STORED)).write(STORED)
     reception.progress(len(STORED))
     assert await asyncio.to_thread(codec.begun.wait, 60)
     stopping = asyncio.ensure_future(reception.stop())
@@ -356,7 +347,7 @@ async def test_a_cancellation_does_not_shorten_the_end(pool: ThreadPoolExecutor)
 
     async def fetch() -> None:
         try:
-            write(reception.land(len(STORED)), STORED)
+            reception.land(len(STORED)).write(STORED)
             await reception.check(len(STORED))
         finally:
             await reception.stop()
@@ -380,7 +371,7 @@ async def test_one_that_waits_for_a_thread_is_stopped(pool: ThreadPoolExecutor) 
     decoder = decoder_of(pool, codec)
     receptions = [Reception(decoder, job_of()) for _ in range(3)]
     for reception in receptions:
-        write(reception.land(len(STORED)), STORED)
+        reception.land(len(STORED)).write(STORED)
         reception.progress(len(STORED))
     stopping = asyncio.ensure_future(receptions[2].stop())
     await asyncio.sleep(0)
@@ -428,7 +419,7 @@ async def test_one_thread_at_a_time_has_the_place() -> None:
     with ThreadPoolExecutor(3) as pool:
         for _ in range(5):
             reception = Reception(Decoder(clock, compressed.codec(), pool, seals=True), job_of())
-            write(reception.land(len(STORED)), STORED)
+            reception.land(len(STORED)).write(STORED)
             for step in cut(len(STORED), 20, 1):
                 reception.progress(step.stop)
                 await asyncio.sleep(0.001)

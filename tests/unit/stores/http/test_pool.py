@@ -215,7 +215,6 @@ async def test_a_head_without_its_body_is_acknowledged_at_once() -> None:
             asking = asyncio.create_task(pool.request(GET))
             await until(lambda: any(c._exchange and c._exchange.begun for c in pool._open))
             (connection,) = pool._open
-            assert connection._transport is not None
             raw = connection._transport.get_extra_info("socket")
             assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK) == 1
             body.set()

@@ -23,10 +23,8 @@ def names() -> list[str]:
 
 
 def threaded(port: int, count: int, tls: ssl.SSLContext | None = None) -> ThreadedPool:
-    def pool() -> Pool:
-        return Pool("127.0.0.1", port, tls=tls, size=2, patience=patience())
-
-    return ThreadedPool([pool() for _ in range(count)])
+    where = {"tls": tls, "size": 2, "patience": patience()}
+    return ThreadedPool([Pool("127.0.0.1", port, **where) for _ in range(count)])
 
 
 @pytest.mark.parametrize(

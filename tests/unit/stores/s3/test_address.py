@@ -246,11 +246,7 @@ def test_no_credentials_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anything else asked on a network, which would hang where there is none."""
     servers.forget_credentials(monkeypatch)
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        pytest.fail("a socket was opened")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a socket was opened"))
     assert find_address(Config(bucket="bkt")).host == "bkt.s3.amazonaws.com"
 
 
