@@ -117,6 +117,7 @@ class S3Tier(Guarded, SecondaryTierManager):
             Pace(fetches_at_once=config.fetches_at_once(row_bytes)),
             rows=rows,
             chunk_tokens=blocks * max(group.tokens_per_block for group in offloading.groups),
+            groups=len(offloading.groups),
             max_wait_s=config.max_wait_ms / 1000,
             is_observed=offloading_spec.kv_events_config.enable_kv_cache_events,
         )
@@ -124,8 +125,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         plain = ((name, metric) for name, metric in TIER_METRICS.items() if not metric.buckets)
         self._first: Values = {key: 0 for name, metric in plain for key in metric.keys(name)}
         """Zeros for the first report: Prometheus misses the growth of a series from above 0."""
-        self._open: set[int] = set()
-        """vLLM's jobs that have not been reported."""
+        self._open: set[int] = set()  # vLLM's jobs that have not been reported
         self._now_s = time.monotonic()
         """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
         self._linger_s = 0.0 if is_in_lockstep(vllm_config) else LINGER_S

@@ -1,11 +1,11 @@
 """The rule for how long a request waits: `decide`, a pure function of `WaitFacts`. `keep_waiting`
 applies its decisions.
 
-A request waits for chunks only while waiting is expected to be faster than computing them, after
-the prompts before it. No request waits for a bucket that is known to be slow; its chunks arrive
-later and serve other requests. A request loses time only before the first measurement or when the
-bucket becomes slow, and at most the compute time of the chunks. Encoder outputs follow this rule by
-rows, not chunks.
+A request waits for chunks only while waiting is expected to be faster than computing them once the
+prompts before it are computed. No request waits for a bucket that is known to be slow; its chunks
+arrive later and serve other requests. A request loses time only before the first measurement or
+when the bucket becomes slow, and at most the compute time of the chunks. Encoder outputs follow
+this rule by rows, not chunks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ PATIENCE_COMPUTE = 0.5
 """Patience as a fraction of the time to compute the missing chunks. If the bucket has tail latency,
 the slowest of many answers takes much longer than twice the mean. Waiting for it costs less than
 computing everything after it."""
+
+
+class Queue(NamedTuple):
+    """Chunks that the engine still has to compute. begun: of the requests in its last step; new: of
+    those whose waits have ended since."""
+
+    begun: float = 0.0
+    new: float = 0.0
 
 
 class Forecast(NamedTuple):
@@ -73,18 +81,18 @@ class Wait:
     seen_s: float = 0.0
     """Time of the last decision, or of the start of the wait."""
     seen_ahead: float = 0.0
-    """`WaitFacts.ahead` of the last decision."""
+    """`WaitFacts.ahead` at that time."""
     until_s: float = -math.inf
     """Time until which the answer stays "wait", unless `wake` is called earlier."""
     wanted: int = 0
     """Chunks, or rows of encoder outputs, that it might get from the bucket, as last estimated."""
 
-    def begin(self, now_s: float, wanted: int) -> None:
+    def begin(self, now_s: float, wanted: int, ahead: float = 0.0) -> None:
         """Start or continue the wait. Only the first call since `start_over` sets the clock."""
         self.wake()
         if not self.is_begun:
             self.started_s = self.arrived_s = self.seen_s = now_s
-            self.is_begun, self.lost_s, self.seen_ahead, self.wanted = True, 0.0, 0.0, wanted
+            self.is_begun, self.lost_s, self.seen_ahead, self.wanted = True, 0.0, ahead, wanted
 
     def arrived(self, now_s: float) -> None:
         self.arrived_s = now_s
@@ -108,7 +116,7 @@ class WaitFacts:
         if the rule counts them.
     progress_s: last arrival of a chunk, while fetches ordered before these are under way; otherwise
         minus infinity.
-    ahead: chunks that the engine computes before those of this request.
+    queue: what the engine computes before those of this request.
     compute_s: time to compute one chunk.
     gate: whether waits must pay off (`recompute_gate`); otherwise only `max_wait_s` counts.
     """
@@ -118,11 +126,19 @@ class WaitFacts:
     missing: int
     unproven: int
     progress_s: float
-    ahead: float
+    queue: Queue
     compute_s: float
     forecast: Forecast
     max_wait_s: float
     gate: bool
+
+    @property
+    def ahead(self) -> float:
+        """Chunks computed before those of this request. Requests that have overtaken it since the
+        last decision do not count: those begun before can only have become fewer."""
+        wait = self.wait
+        before = max(0.0, wait.seen_ahead - (self.now_s - wait.seen_s) / self.compute_s)
+        return min(self.queue.begun, before) + self.queue.new
 
 
 def keep_waiting(facts: WaitFacts, counters: Tally, gave_up: Callable[[float], object]) -> bool:
@@ -155,10 +171,10 @@ def decide(facts: WaitFacts) -> float:
     | otherwise | it does not pay |
 
     A fetch is late when `LATE` times `all_s` has passed since the last request or arrival (also one
-    ordered before). Patience begins then, and does not end before what is ahead has been computed.
-    It is `PATIENCE_S` until a fetch has been measured, then the largest of `PATIENCE_FETCHES` fetch
-    times, `PATIENCE_MIN_S`, and `PATIENCE_COMPUTE` times the time to compute the missing chunks (at
-    most `PATIENCE_S`).
+    ordered before). Patience begins with the last arrival, and does not end before what is ahead
+    has been computed. It is `PATIENCE_S` until a fetch has been measured, then the largest of
+    `PATIENCE_FETCHES` fetch times, `PATIENCE_MIN_S`, and `PATIENCE_COMPUTE` times the time to
+    compute the missing chunks (at most `PATIENCE_S`).
     """
     wait, forecast = facts.wait, facts.forecast
     latest_s = wait.started_s + facts.max_wait_s

@@ -25,7 +25,7 @@ from itertools import accumulate
 from s3kv.host.table import Entry
 from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.objects.item_format import MAX_ITEM_BYTES
-from s3kv.planning.deadline import Forecast, Wait, WaitFacts, keep_waiting
+from s3kv.planning.deadline import Forecast, Queue, Wait, WaitFacts, keep_waiting
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
@@ -192,7 +192,7 @@ class ECPlanner:
             missing=sum(request.asked[identifier].rows for identifier in request.pending),
             unproven=0,
             progress_s=request.wait.arrived_s,
-            ahead=0.0,
+            queue=Queue(),
             compute_s=self.pace.encode_s(1),
             forecast=Forecast(fetch.at(bytes_ahead), fetch.measured(bytes_ahead)),
             max_wait_s=self._settings.max_wait_s,

@@ -187,9 +187,7 @@ class KVPlanner:
             if self._waits(request, lookup, now_s):
                 return WAIT
             lookup.stop()
-        answer = self._offer(request)
-        self.pace.queued(now_s, self._left(request, request.local_tokens + answer.tokens))
-        return answer
+        return self._offer(request)
 
     def _collect(
         self, request: PlannedRequest, now_s: float, orders: int = ORDERS_PER_LOOKUP
@@ -212,7 +210,8 @@ class KVPlanner:
     def _waits(self, request: PlannedRequest, lookup: Lookup, now_s: float) -> bool:
         """Whether the request waits for the missing chunks of `lookup`."""
         wait, pace = request.wait, self.pace
-        wait.begin(now_s, request.hashes.count - lookup.secured)
+        queue = pace.queue(now_s, 1 / self._chunk_tokens)
+        wait.begin(now_s, request.hashes.count - lookup.secured, sum(queue))
         # Chunks of other requests also arrive before the last of these.
         awaited = lookup.awaited()
         ahead, near = self.ledger.fetches_ahead_of(awaited), all(job.near for job in awaited)
@@ -222,7 +221,7 @@ class KVPlanner:
             missing=lookup.limit - lookup.secured,
             unproven=lookup.unproven,
             progress_s=self._arrived_s if ahead > len(awaited) else -math.inf,
-            ahead=pace.tokens_ahead(now_s) / self._chunk_tokens,
+            queue=queue,
             compute_s=pace.compute_s(self._chunk_tokens),
             forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds, near=near),
             max_wait_s=self._settings.max_wait_s,
@@ -239,6 +238,7 @@ class KVPlanner:
         for lookup in request.lookups:
             self._overdue |= {job.job_id: job for job in lookup.pending.values()}
         tokens = request.offer()
+        self.pace.new_tokens += self._left(request, request.local_tokens + tokens)
         return Answer(False, tokens) if tokens else NOTHING
 
     def _left(self, request: PlannedRequest, tokens: int) -> int:

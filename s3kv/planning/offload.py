@@ -18,8 +18,6 @@ fetch. No request therefore waits forever, or fetches the same absent chunk twic
   waits for other requests; one that needs too many by itself gets a MISS for the rest. No key is
   promised twice, because vLLM may reuse the row of a chunk that has arrived.
 - Uploads also pin rows: they are dropped beyond a fraction of the rows, and while the store fails.
-
-One caller at a time; times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -60,9 +58,8 @@ class _OffloadRequest:
     without a job. fetching: its fetches, by key. probes: unknown keys in new and fetching. found:
     hashes for which some group's chunk arrived. lost: keys that failed. behind: keys not promised
     at its last whole scan. stop: group and end token of the RETRY that ends its scan. is_closed: it
-    no longer waits. is_barred: it no longer saves. first: end token of its first lookup or chunk to
-    compute. computed: keys from there, stored in this pass, with times. computing_s,
-    computing_step: start of its next measurement."""
+    waits no more. is_barred: it saves no more. first: smallest end token of its lookups or chunks
+    to compute. computed: keys from there, stored in this pass, by time. computing_*: since when."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -85,8 +82,9 @@ class _OffloadRequest:
 
 
 class OffloadPlanner:
-    """The planner of one engine's tier. rows: of the primary tier. chunk_tokens: tokens of a key in
-    full attention. is_observed: whether `changes` is filled. recompute_gate: `WaitFacts.gate`."""
+    """The planner of one engine's tier, for one caller at a time; times are seconds of one clock.
+    rows: of the primary tier. chunk_tokens: tokens of a key in full attention. groups: of the KV
+    cache. is_observed: whether `changes` is filled. recompute_gate: `WaitFacts.gate`."""
 
     def __init__(
         self,
@@ -96,6 +94,7 @@ class OffloadPlanner:
         *,
         rows: int,
         chunk_tokens: int,
+        groups: int = 1,
         max_wait_s: float,
         is_observed: bool = False,
         recompute_gate: bool = True,
@@ -105,7 +104,7 @@ class OffloadPlanner:
         self.changes: list[tuple[bytes, bool]] = []
         """Names of keys, and whether the bucket turned out to have them; its reader clears it."""
         self._is_observed, self._recompute_gate = is_observed, recompute_gate
-        self._chunk_tokens, self._max_wait_s = chunk_tokens, max_wait_s
+        self._chunk_tokens, self._groups, self._max_wait_s = chunk_tokens, groups, max_wait_s
         self._most_probes = max(1, min(4 * _FIRST_WINDOW, rows // _PROBE_SHARE))
         self._first_window = max(1, min(_FIRST_WINDOW, self._most_probes // 2))
         self._most_promised = max(1, rows - rows // _SPARE_SHARE)
@@ -120,7 +119,7 @@ class OffloadPlanner:
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then
         self._tried_s = 0.0  # of the last arrival, or of the last wait that ignored the estimates
-        self._compute_s = 1e6  # per chunk; until it is measured, only patience counts
+        self._compute_s = 1e6  # per chunk; until measured, only patience counts
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
         """Add a new request. limits: vLLM enforces a limit on loads, unless it is 0."""
@@ -202,9 +201,9 @@ class OffloadPlanner:
         return OffloadAnswer.RETRY
 
     def end_pass(self, scheduled: Iterable[str], now_s: float) -> None:
-        """End a scheduling pass, after its `load` calls. scheduled: requests that the engine begins
-        to compute; vLLM has pinned the rows that they load."""
+        """End a pass, after its `load` calls. scheduled: now computed, with all rows pinned."""
         waiting = 0
+        self.pace.step_started(now_s, 0, sum(self.pace.queue(now_s, 1)))
         for request_id, request in tuple(self._active.items()):
             self._measure(request)
             if request.new:  # vLLM had no rows for these, and treats them as MISS
@@ -245,8 +244,9 @@ class OffloadPlanner:
     def _decide(self, request: _OffloadRequest, retries: int, now_s: float) -> None:
         """Close a request whose wait has ended, and cancel its fetches."""
         wait, missing = request.wait, len(request.fetching) + retries
+        queue = self.pace.queue(now_s, self.pace.compute_s(1) / self._compute_s)
         if not wait.is_begun:
-            wait.begin(now_s, 0)
+            wait.begin(now_s, 0, sum(queue))
             wait.asked_s = now_s
         if now_s < wait.until_s:
             return
@@ -260,8 +260,8 @@ class OffloadPlanner:
             wait=wait,
             missing=missing,
             unproven=request.probes,
-            progress_s=self._tried_s if missing - retries < self.transfers.fetches else -math.inf,
-            ahead=self.pace.tokens_ahead(now_s) / self._chunk_tokens,
+            progress_s=self._tried_s if self.transfers.is_behind(request.fetching) else -math.inf,
+            queue=queue,
             compute_s=self._compute_s,
             forecast=forecast,
             max_wait_s=self._max_wait_s,
@@ -270,7 +270,7 @@ class OffloadPlanner:
         if keep_waiting(facts, self.counters, lambda s: self.pace.gave_up(s, missing, near=near)):
             return
         request.is_closed = True
-        self.pace.queued(now_s, missing * self._chunk_tokens)
+        self.pace.new_tokens += missing * self._chunk_tokens / self._groups
         self.transfers.cancels += request.fetching.values()
         self._slow.update(dict.fromkeys(request.fetching, now_s + self._max_wait_s))
 
@@ -333,7 +333,7 @@ class OffloadPlanner:
         return jobs
 
     def _measure(self, request: _OffloadRequest) -> None:
-        """Measure prefill speed by the chunks of a pass, which vLLM stores in some transfers."""
+        """Measure prefill speed by the chunks stored since the last time, or since scheduling."""
         if not (computed := request.computed):
             return
         now_s = max(computed.values())

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from s3kv.planning.deadline import Forecast
+from s3kv.planning.deadline import Forecast, Queue
 from s3kv.types import Outcome
 
 _BUCKET = "bucket"
@@ -145,7 +145,9 @@ class Pace(FetchPace):
         self._step_number = 0
         self._is_idle = False  # whether the last step had nothing to compute
         self._step_ended_s = -math.inf
-        self._queued_tokens = self._queued_s = 0.0
+        self._begun_tokens = self._begun_s = 0.0  # of the requests in the last step
+        self.new_tokens = 0.0
+        """Tokens to compute of the requests whose waits have ended since the last step started."""
 
     def fetched(
         self,
@@ -176,12 +178,13 @@ class Pace(FetchPace):
         return (min(began_with, most) + min(ended_with, most)) / 2
 
     def step_started(
-        self, now_s: float, scheduled_tokens: int, later_tokens: int = 0
+        self, now_s: float, scheduled_tokens: int, later_tokens: float = 0
     ) -> int | None:
         """Note the start of a step. Returns its number; None for a step that is not measured.
-        later_tokens: prompt tokens that its requests compute in later steps."""
+        later_tokens: of its requests, to compute after it."""
         self._is_idle = scheduled_tokens == 0
-        self._queued_tokens, self._queued_s = scheduled_tokens + later_tokens, now_s
+        self._begun_tokens, self._begun_s = scheduled_tokens + later_tokens, now_s
+        self.new_tokens = 0.0
         if scheduled_tokens < MIN_PREFILL_SAMPLE_TOKENS:
             return None
         self._step_number += 1
@@ -214,14 +217,11 @@ class Pace(FetchPace):
         """Expected time to prefill `tokens`."""
         return tokens / self.prefill_tokens_per_s
 
-    def queued(self, now_s: float, tokens: int) -> None:
-        """Note `tokens` that the engine will compute. The start of the next step replaces them."""
-        self._queued_tokens, self._queued_s = self.tokens_ahead(now_s) + tokens, now_s
-
-    def tokens_ahead(self, now_s: float) -> float:
-        """Expected number of tokens that the engine computes before those queued next."""
-        done_tokens = (now_s - self._queued_s) * self.prefill_tokens_per_s
-        return max(0.0, self._queued_tokens - done_tokens)
+    def queue(self, now_s: float, chunks: float) -> Queue:
+        """The engine's queue as expected now. chunks: of a token."""
+        done_tokens = (now_s - self._begun_s) * self.prefill_tokens_per_s
+        begun_tokens = max(0.0, self._begun_tokens - done_tokens)
+        return Queue(chunks * begun_tokens, chunks * self.new_tokens)
 
     def forecast(self, chunks: int, rounds: int, *, near: bool = False) -> Forecast:
         """Forecast of the fetches until the last of `chunks` has arrived.

@@ -9,7 +9,7 @@ arguments (seconds, monotonic).
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -85,6 +85,12 @@ class RowTransfers:
     def uploads(self) -> int:
         """Their uploads under way."""
         return len(self.jobs) - self.fetches
+
+    def is_behind(self, own: Mapping[ChunkKey, int]) -> bool:
+        """Whether other fetches ordered before the last of `own` are under way."""
+        ids, jobs = set(own.values()), self.jobs.items()
+        last = max(ids, default=0)
+        return any(job.transfer.is_load and i < last and i not in ids for i, job in jobs)
 
     def begin(
         self, transfer_id: int, request_id: str, now_s: float, *, is_load: bool

@@ -147,10 +147,8 @@ def try_seeds(
 
 
 def _collect_garbage() -> None:
-    """Collect a failed fleet, whose coroutines may be in the middle of something. Otherwise that
-    happens during a later run, and fails there."""
-    with mock.patch.object(sys, "unraisablehook"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Collect a failed fleet now, and not during a later run, where its coroutines would fail."""
+    with mock.patch.object(sys, "unraisablehook"), warnings.catch_warnings(action="ignore"):
         gc.collect()
 
 

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s3kv.planning.deadline import Forecast, Wait, WaitFacts, decide, keep_waiting, likely, lost
+from s3kv.planning.deadline import (
+    Forecast,
+    Queue,
+    Wait,
+    WaitFacts,
+    decide,
+    keep_waiting,
+    likely,
+    lost,
+)
 from s3kv.types import Tally
 
 UNKNOWN = Forecast(None, None)
@@ -20,7 +29,7 @@ FACTS = WaitFacts(
     missing=10,
     unproven=0,
     progress_s=-math.inf,
-    ahead=0.0,
+    queue=Queue(),
     compute_s=0.1,
     forecast=Forecast(0.2, 0.2),
     max_wait_s=10.0,
@@ -69,16 +78,18 @@ def slow(all_s: float) -> Forecast:
         # Chunks ordered before arrive: these are still to come.
         ({"progress_s": 100.3}, 100.8),
         ({"progress_s": 100.25, "missing": 2, "now_s": 100.3}, 100.55),
-        # The engine computes 20 chunks before: patience does not end before that, and computing
-        # would end later.
-        ({"ahead": 20}, 102.0),
-        ({"ahead": 3}, 100.5),
-        ({"ahead": 20, "max_wait_s": 1.5}, 101.5),
-        ({"ahead": 20, "forecast": slow(2.69)}, 102.0),
-        ({"ahead": 20, "forecast": slow(2.71)}, -math.inf),
+        # The engine computes 20 chunks before: patience and computing end later.
+        ({"queue": Queue(new=20)}, 102.0),
+        ({"queue": Queue(new=3)}, 100.5),
+        ({"queue": Queue(new=20), "max_wait_s": 1.5}, 101.5),
+        ({"queue": Queue(new=20), "forecast": slow(2.69)}, 102.0),
+        ({"queue": Queue(new=20), "forecast": slow(2.71)}, -math.inf),
         # Of 2.3 s since the last decision, what was ahead took 2 s; before, 0.5 s were lost.
         ({"now_s": 102.3, "seen_ahead": 20, "arrived_s": 102.3}, 102.8),
         ({"now_s": 102.3, "seen_ahead": 20, "arrived_s": 102.3, "lost_s": 0.5}, 102.5),
+        # Those that have overtaken it do not count: 15 of 20 are left at most.
+        ({"now_s": 100.5, "seen_ahead": 20, "queue": Queue(begun=30)}, 102.0),
+        ({"now_s": 100.5, "seen_ahead": 20, "queue": Queue(begun=10, new=2)}, 101.7),
     ],
 )
 def test_the_deadline_of_each_case(facts: dict[str, Any], until_s: float) -> None:
@@ -134,20 +145,15 @@ def any_facts(draw: st.DrawFn) -> WaitFacts:
     started_s = draw(SECONDS)
     arrived_s, asked_s = started_s + draw(SECONDS), started_s + draw(st.floats(-5.0, 30.0))
     missing, wanted = draw(st.integers(0, 300)), draw(st.integers(0, 300))
+    times = started_s, asked_s, arrived_s
     return WaitFacts(
         now_s=max(arrived_s, asked_s) + draw(SECONDS),
-        wait=Wait(
-            *(True, started_s, asked_s, arrived_s),
-            lost_s=draw(SECONDS),
-            seen_s=started_s,
-            seen_ahead=draw(CHUNKS_AHEAD),
-            wanted=wanted,
-        ),
+        wait=Wait(True, *times, draw(SECONDS), started_s, draw(CHUNKS_AHEAD), wanted=wanted),
         missing=missing,
         unproven=draw(st.integers(0, missing)),
         compute_s=draw(st.floats(0.0001, 1.0)),
         progress_s=draw(st.just(-math.inf) | st.floats(started_s, arrived_s)),
-        ahead=draw(CHUNKS_AHEAD),
+        queue=Queue(draw(CHUNKS_AHEAD), draw(CHUNKS_AHEAD)),
         forecast=Forecast(*(draw(MEASURED) for _ in range(4)), draw(st.floats(0.0, 1.0))),
         max_wait_s=draw(SECONDS),
         gate=draw(st.booleans()),
@@ -179,8 +185,8 @@ def test_as_time_passes_a_deadline_is_kept_or_withdrawn(facts: WaitFacts) -> Non
     facts, counters = replace(facts, wait=replace(facts.wait)), Tally()
     if facts.unproven == 0 and keep_waiting(facts, counters, lambda _: None):
         until_s = facts.wait.until_s
-        ahead = max(0.0, facts.ahead - (until_s - facts.now_s) / facts.compute_s)
-        assert decide(replace(facts, now_s=until_s, ahead=ahead)) <= until_s + 1e-6
+        begun = max(0.0, sum(facts.queue) - (until_s - facts.now_s) / facts.compute_s)
+        assert decide(replace(facts, now_s=until_s, queue=Queue(begun))) <= until_s + 1e-6
 
 
 @given(any_facts())

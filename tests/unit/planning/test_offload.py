@@ -359,6 +359,35 @@ def test_a_request_waits_while_the_engine_computes_those_before_it() -> None:
     assert desk.planner.transfers.take_cancels() == [job.job_id for job in jobs["a"]]
 
 
+def test_prompts_at_once_give_up_a_stalled_bucket_one_after_another() -> None:
+    """Each waits while the engine is assumed to compute those before it: 0.128 s for 8 chunks."""
+    desk = Desk("abcd")
+    for place, name in enumerate("abcd"):
+        desk.look_up(name, *range(10 * place, 10 * place + 8))
+        desk.load(name, *range(10 * place, 10 * place + 8))
+    closed = []
+    while len(closed) < 4:
+        desk.end_pass()
+        closed += [desk.now_s - 10.0] * (len(desk.planner.transfers.take_cancels()) // 8)
+        desk.now_s += 0.01
+    assert closed == pytest.approx([1.0, 1.13, 1.26, 1.39], abs=0.03)
+
+
+@pytest.mark.parametrize(("arriving", "given_up"), [("a", 0), ("b", 8)])
+def test_arrivals_before_its_own_make_a_request_patient(arriving: str, given_up: int) -> None:
+    desk = Desk("ab")
+    fetches = {}
+    for name, chunks in (("a", range(8)), ("b", range(10, 18))):
+        desk.look_up(name, *chunks)
+        fetches[name] = desk.load(name, *chunks)
+    desk.end_pass()
+    desk.now_s += 0.7
+    desk.end(fetches[arriving][:1])
+    desk.now_s += 0.4
+    desk.end_pass()
+    assert len(desk.planner.transfers.take_cancels()) == given_up
+
+
 def test_a_bucket_that_stalled_is_tried_again_after_a_minute() -> None:
     """The fetches of a wait that is refused at once are cancelled, and measure nothing."""
     desk = Desk("m")

@@ -289,9 +289,10 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
     desk.now_s = PATIENCE_S
     assert desk.lookup("r") == NOTHING
     assert desk.ask("next", "zzzzyyyyxxxx") == WAIT, "the engine has the first to compute"
+    fetches = desk.fetches()
     desk.now_s += 2.5
     assert desk.lookup("next") == NOTHING, "what the first has seen counts for the next"
-    desk.end(desk.fetches())
+    desk.end(fetches)
     assert desk.ask("later", "qqqqwwwweeee") == WAIT, "it answers again"
 
 
@@ -303,16 +304,13 @@ def test_the_first_measurement_replaces_the_assumption() -> None:
     assert 980 < pace.prefill_tokens_per_s < 1_000, "a small step weighs little"
 
 
-def test_an_engine_computes_what_is_queued() -> None:
+def test_an_engine_computes_what_has_begun() -> None:
     pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
-    assert pace.tokens_ahead(5.0) == 0
-    pace.queued(5.0, 100)
-    pace.queued(5.0, 200)
-    assert [pace.tokens_ahead(now_s) for now_s in (5.0, 7.0, 9.0)] == [300, 100, 0]
+    assert pace.queue(5.0, 1) == (0, 0)
+    pace.new_tokens += 300
+    assert pace.queue(5.0, 1 / 10) == (0, 30)
     pace.step_started(7.0, 100, later_tokens=50)
-    assert [pace.tokens_ahead(now_s) for now_s in (7.0, 8.0, 9.0)] == [150, 50, 0]
-    pace.queued(9.0, 100)
-    assert pace.tokens_ahead(9.0) == 100, "it has been idle since"
+    assert [pace.queue(now_s, 1) for now_s in (7.0, 8.0, 9.0)] == [(150, 0), (50, 0), (0, 0)]
 
 
 def prefill(pace: Pace, *steps: tuple[int, float]) -> None:

@@ -1,8 +1,7 @@
 """What a bucket of any speed costs and gives, in simulated time around the real planner.
 
-One engine, prompts of 64 KiB of KV per token one after another or many at once, every chunk of them
-in the bucket. The network gives each direction the same bytes per second, shared by whatever is
-under way.
+One engine, prompts of 64 KiB of KV per token one after another or at once, all in the bucket. The
+network gives each direction the same bytes per second, shared by whatever is under way.
 """
 
 from __future__ import annotations
@@ -124,6 +123,22 @@ def test_prompts_at_once(at_once: int, ratio: float) -> None:
     ratios = case.ratios()
     assert max(ratios) <= 1.0
     assert statistics.mean(ratios) <= ratio
+
+
+def test_a_fetch_that_never_ends_is_given_up_while_the_engine_computes_others() -> None:
+    """Prompts that came later are always under way, but the request does not wait for them."""
+    timeline, bucket, case = Timeline(), Bucket(), Case(1024, prefill_tokens_per_s=8_000)
+    engine = make_engine(timeline, bucket, case.setup, "lru", 0)
+    submit, arrived_s = engine.io.submit, 0.0
+    hashes = [tuple(block_hash(24 * n + place) for place in range(24)) for n in range(80)]
+    bucket.objects.update(*hashes[:6], hashes[20])
+    engine.io.submit = lambda job: job.key.block_hash in hashes[20] or submit(job)
+    for number in range(80):
+        arrived_s += 10.0 if number < 6 else 0.75
+        arrival = Arrival(number, arrived_s, 24 * CHUNK_TOKENS + 100, 1, hashes[number], number)
+        timeline.at(arrived_s, partial(engine.arrive, arrival))
+    timeline.run()
+    assert max(engine.seen.waited_s) <= 1.6, "computing it takes 0.77 s"
 
 
 @pytest.mark.parametrize("mib_per_s", [1, 16, 64])
