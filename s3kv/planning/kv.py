@@ -198,7 +198,7 @@ class KVPlanner:
         return awaited
 
     def _go_on(self, now_s: float) -> None:
-        """Collect for the first of `_unfinished`: not every step looks up every request."""
+        """Collect for the first of `_unfinished`, which the engine may not look up in this step."""
         while self._unfinished:
             request_id, request = next(iter(self._unfinished.items()))
             if request.has_more:

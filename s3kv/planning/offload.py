@@ -59,7 +59,7 @@ class _OffloadRequest:
     hashes for which some group's chunk arrived. lost: keys that failed. behind: keys not promised
     at its last whole scan. stop: group and end token of the RETRY that ends its scan. is_closed: it
     waits no more. is_barred: it saves no more. first: smallest end token of its lookups or chunks
-    to compute. computed: keys from there, stored in this pass, by time. computing_*: since when."""
+    to compute. computed: keys from there, with the times at which they were stored in this pass."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -78,7 +78,7 @@ class _OffloadRequest:
     first: float = math.inf
     computed: dict[RowKey, float] = field(default_factory=dict)
     computing_s: float = 0.0
-    computing_step: int = 0
+    computing_step: int = 0  # since then, what it computes has not been measured
 
 
 class OffloadPlanner:
@@ -119,7 +119,7 @@ class OffloadPlanner:
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then
         self._tried_s = 0.0  # of the last arrival, or of the last wait that ignored the estimates
-        self._compute_s = 1e6  # per chunk; until measured, only patience counts
+        self._compute_s = 1e6  # per chunk; so long that only patience counts until it is measured
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
         """Add a new request. limits: vLLM enforces a limit on loads, unless it is 0."""
@@ -192,7 +192,7 @@ class OffloadPlanner:
     def _retry(
         self, request_id: str, request: _OffloadRequest, key: ChunkKey, end_token: int | None
     ) -> OffloadAnswer:
-        """Answer RETRY; or MISS, to end the scan, if an earlier key makes the request wait."""
+        """Answer RETRY; or MISS, to end a scan, if an earlier key waits and `behind` is known."""
         if request.behind and end_token is not None and request_id not in self.retries:
             request.stop = stop = request.stop or (key.group, end_token)
             if stop[0] == key.group and stop[1] <= end_token:
@@ -201,9 +201,9 @@ class OffloadPlanner:
         return OffloadAnswer.RETRY
 
     def end_pass(self, scheduled: Iterable[str], now_s: float) -> None:
-        """End a pass, after its `load` calls. scheduled: now computed, with all rows pinned."""
+        """End a pass, after its loads. scheduled: requests begun, whose rows vLLM has pinned."""
         waiting = 0
-        self.pace.step_started(now_s, 0, sum(self.pace.queue(now_s, 1)))
+        self.pace.step_started(now_s, 0, sum(self.pace.queue(now_s, 1)))  # all queued has begun
         for request_id, request in tuple(self._active.items()):
             self._measure(request)
             if request.new:  # vLLM had no rows for these, and treats them as MISS

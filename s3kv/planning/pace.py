@@ -181,7 +181,7 @@ class Pace(FetchPace):
         self, now_s: float, scheduled_tokens: int, later_tokens: float = 0
     ) -> int | None:
         """Note the start of a step. Returns its number; None for a step that is not measured.
-        later_tokens: of its requests, to compute after it."""
+        later_tokens: tokens of its requests that later steps compute."""
         self._is_idle = scheduled_tokens == 0
         self._begun_tokens, self._begun_s = scheduled_tokens + later_tokens, now_s
         self.new_tokens = 0.0
@@ -217,11 +217,11 @@ class Pace(FetchPace):
         """Expected time to prefill `tokens`."""
         return tokens / self.prefill_tokens_per_s
 
-    def queue(self, now_s: float, chunks: float) -> Queue:
-        """The engine's queue as expected now. chunks: of a token."""
+    def queue(self, now_s: float, chunks_per_token: float) -> Queue:
+        """The engine's queue as expected now."""
         done_tokens = (now_s - self._begun_s) * self.prefill_tokens_per_s
         begun_tokens = max(0.0, self._begun_tokens - done_tokens)
-        return Queue(chunks * begun_tokens, chunks * self.new_tokens)
+        return Queue(chunks_per_token * begun_tokens, chunks_per_token * self.new_tokens)
 
     def forecast(self, chunks: int, rounds: int, *, near: bool = False) -> Forecast:
         """Forecast of the fetches until the last of `chunks` has arrived.

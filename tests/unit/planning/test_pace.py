@@ -306,7 +306,6 @@ def test_the_first_measurement_replaces_the_assumption() -> None:
 
 def test_an_engine_computes_what_has_begun() -> None:
     pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
-    assert pace.queue(5.0, 1) == (0, 0)
     pace.new_tokens += 300
     assert pace.queue(5.0, 1 / 10) == (0, 30)
     pace.step_started(7.0, 100, later_tokens=50)
