@@ -310,7 +310,7 @@ class KVPlanner:
         if self._looked_up:
             scheduled = list(scheduled)
             self._doubt_loads(scheduled, copied)
-        tokens, later, requests, may_save = 0, 0, self._requests, self.may_save
+        tokens, left, requests, may_save = 0, 0, self._requests, self.may_save
         saves: list[Job] = []
         for step in scheduled:
             tokens += step.scheduled_tokens
@@ -318,7 +318,7 @@ class KVPlanner:
             if request is None:
                 continue
             if step.block_ids:
-                later += self._left(request, step.computed_tokens + step.scheduled_tokens)
+                left += self._left(request, step.computed_tokens + step.scheduled_tokens)
                 request.saving.place(step)
                 if first_written := step.computed_tokens if step.replaces else 0:
                     request.use(first_written, now_s)
@@ -339,7 +339,7 @@ class KVPlanner:
             fences=tuple(sorted(fences)) if fences else (),
             cancels=self._take_cancels() if self._unwanted else (),
             withdrawals=self._take_withdrawals() if self._overdue else (),
-            number=self.pace.step_started(now_s, tokens, later),
+            number=self.pace.step_started(now_s, tokens, left),
         )
 
     def _doubt_loads(self, scheduled: Iterable[ScheduledRequest], copied: frozenset[int]) -> None:

@@ -178,12 +178,12 @@ class Pace(FetchPace):
         return (min(began_with, most) + min(ended_with, most)) / 2
 
     def step_started(
-        self, now_s: float, scheduled_tokens: int, later_tokens: float = 0
+        self, now_s: float, scheduled_tokens: int, left_tokens: float = 0
     ) -> int | None:
         """Note the start of a step. Returns its number; None for a step that is not measured.
-        later_tokens: tokens of its requests that later steps compute."""
+        left_tokens: tokens of its requests that later steps compute."""
         self._is_idle = scheduled_tokens == 0
-        self._begun_tokens, self._begun_s = scheduled_tokens + later_tokens, now_s
+        self._begun_tokens, self._begun_s = scheduled_tokens + left_tokens, now_s
         self.new_tokens = 0.0
         if scheduled_tokens < MIN_PREFILL_SAMPLE_TOKENS:
             return None

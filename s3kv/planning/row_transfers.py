@@ -9,6 +9,7 @@ arguments (seconds, monotonic).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -87,9 +88,9 @@ class RowTransfers:
         return len(self.jobs) - self.fetches
 
     def is_behind(self, own: Mapping[ChunkKey, int]) -> bool:
-        """Whether other fetches ordered before the last of `own` are under way."""
+        """Whether other fetches ordered before the last of `own` are under way; any, if none is."""
         ids, jobs = set(own.values()), self.jobs.items()
-        last = max(ids, default=0)
+        last = max(ids, default=math.inf)
         return any(job.transfer.is_load and i < last and i not in ids for i, job in jobs)
 
     def begin(

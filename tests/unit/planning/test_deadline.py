@@ -135,8 +135,6 @@ def test_where_fetches_take_longer_than_absences_silence_is_a_good_sign() -> Non
 
 SECONDS = st.floats(0.0, 30.0)
 MEASURED = st.floats(0.001, 30.0) | st.none()
-
-
 CHUNKS_AHEAD = st.just(0.0) | st.floats(0.0, 300.0)
 
 

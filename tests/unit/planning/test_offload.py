@@ -382,17 +382,19 @@ def test_prompts_at_once_give_up_a_stalled_bucket_one_after_another(groups: int)
 
 @pytest.mark.parametrize(("arriving", "given_up"), [("a", 0), ("b", 8)])
 def test_arrivals_before_its_own_make_a_request_patient(arriving: str, given_up: int) -> None:
-    desk = Desk("ab")
-    fetches = {}
+    desk, fetches = Desk("abc", rows=128), {}
     for name, chunks in (("a", range(8)), ("b", range(10, 18))):
         desk.look_up(name, *chunks)
         fetches[name] = desk.load(name, *chunks)
+    desk.look_up("c", 20)
     desk.end_pass()
     desk.now_s += 0.7
+    desk.look_up("c", 20)
     desk.end(fetches[arriving][:1])
     desk.now_s += 0.4
     desk.end_pass()
     assert len(desk.planner.transfers.take_cancels()) == given_up
+    assert desk.look_up("c", 20) != [MISS], "it has no fetch yet, so all are before it"
 
 
 def test_a_bucket_that_stalled_is_tried_again_after_a_minute() -> None:

@@ -308,7 +308,7 @@ def test_an_engine_computes_what_has_begun() -> None:
     pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
     pace.new_tokens += 300
     assert pace.queue(5.0, 1 / 10) == (0, 30)
-    pace.step_started(7.0, 100, later_tokens=50)
+    pace.step_started(7.0, 100, left_tokens=50)
     assert [pace.queue(now_s, 1) for now_s in (7.0, 8.0, 9.0)] == [(150, 0), (50, 0), (0, 0)]
 
 
