@@ -64,6 +64,7 @@ def test_a_line_goes_once_where_vllms_lines_go(
     assert later.getvalue() == "a line\n", "handlers that vLLM gets later count"
 
 
+@pytest.mark.long
 def test_all_lines_have_vllms_format() -> None:
     """In a process of its own, because vLLM configures the logging of all of it."""
     code = (

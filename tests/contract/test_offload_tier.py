@@ -89,6 +89,7 @@ def test_a_key_is_that_of_another_chunk_after_a_reset(broken: S3Tier) -> None:
 
 BUCKET = "faults"
 STRUCK = {name: case for name, case in CASES.items() if case.fault is not None}
+LONG = STRUCK.keys() - {"refuse", "flipped-payload", "black-hole"}
 RECOVERS_S = 60.0
 
 
@@ -165,7 +166,9 @@ def recovered(engine: Offloading, direct: Offloading) -> None:
         assert time.monotonic() < deadline_s, "the bucket is never of use again"
 
 
-@pytest.mark.parametrize("name", STRUCK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long][: name in LONG]) for name in STRUCK]
+)
 def test_every_moment_of_a_tier_comes_to_an_end(
     name: str, start: Callable[..., Offloading], direct: Offloading, proxies: dict[str, Any]
 ) -> None:

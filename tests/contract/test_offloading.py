@@ -87,9 +87,12 @@ def life(seed: int, vllm_config: Any, patch: Patch) -> Counter[str]:
     return seen
 
 
-def test_our_tier_under_vllms_scheduler(engine_config: Any, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("seeds", [SEEDS[:30], pytest.param(SEEDS[30:], marks=pytest.mark.long)])
+def test_our_tier_under_vllms_scheduler(
+    seeds: range, engine_config: Any, monkeypatch: Patch
+) -> None:
     """Nothing that vLLM would not survive, either: its scheduler, manager and workers are real."""
-    seen = lives(life, SEEDS, engine_config, monkeypatch)
+    seen = lives(life, seeds, engine_config, monkeypatch)
     assert set(seen) >= HAPPENS, f"never: {HAPPENS - set(seen)}"
 
 

@@ -28,6 +28,7 @@ def test_every_question_is_answered_on_a_page() -> None:
     assert [f"Question: {question}\nAnswer: " in text for question in QUESTIONS] == [True] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flags", "dtype"), [("avx512_bf16", "bfloat16"), ("avx2", "float32")])
 def test_bfloat16_is_not_emulated(
     flags: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def collected() -> list[str]:
     return [line for line in told.splitlines() if "::" in line]
 
 
+@pytest.mark.long
 def test_every_area_names_tests_that_exist_and_none_twice(collected: list[str]) -> None:
     for area in RECORDED:
         for test in area.tests:

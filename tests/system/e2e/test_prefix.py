@@ -77,7 +77,7 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
             True,
             id="second-runner",
             # A step takes it three to five times as long.
-            marks=[pytest.mark.timeout(2 * START_AND_STOP_S)],
+            marks=[pytest.mark.long, pytest.mark.timeout(2 * START_AND_STOP_S)],
         ),
     ],
 )

@@ -72,6 +72,7 @@ vllm_s3kv.main()
 """
 
 
+@pytest.mark.long
 def test_no_command_needs_torch(url: str, boto: Any, tmp_path: Path) -> None:
     commands = prepare(boto, url, tmp_path)
     assert {arguments[0] for arguments in commands.values()} == COMMANDS - {"prove"}  # runs vLLM

@@ -243,6 +243,7 @@ def test_keys_that_kms_does_not_decrypt_end_the_start(
 # How it dies
 
 
+@pytest.mark.long
 def test_a_process_without_kms_is_replaced_until_kms_answers(
     moto_url: str,
     bucket: Any,

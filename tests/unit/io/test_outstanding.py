@@ -64,6 +64,7 @@ def test_what_it_dies_of_is_sent_three_times(slab: Slab, open_client: Open) -> N
         assert client.life.deaths == 3
 
 
+@pytest.mark.long
 def test_a_hash_that_is_no_hash_kills_it_three_times(slab: Slab, open_client: Open) -> None:
     with moto_server() as url:
         client = open_client(url)
@@ -73,6 +74,7 @@ def test_a_hash_that_is_no_hash_kills_it_three_times(slab: Slab, open_client: Op
         assert client.life.deaths == 3
 
 
+@pytest.mark.long
 def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
     slab: Slab, open_client: Open
 ) -> None:
