@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
-
-_TARGET_CHUNK_TOKENS = 256
 
 ENGINE_LOG = "s3kv.engine"
 """Logger of lines that all ranks of an engine would log alike."""
@@ -20,7 +18,7 @@ ENGINE_LOG = "s3kv.engine"
 
 def default_chunk_tokens(block_tokens: int) -> int:
     """Tokens per chunk if no setting says so: the multiple of the block size nearest to 256."""
-    return max(1, round(_TARGET_CHUNK_TOKENS / block_tokens)) * block_tokens
+    return max(1, round(256 / block_tokens)) * block_tokens
 
 
 class Tally(Counter[str]):
@@ -125,17 +123,10 @@ class Outcome(enum.IntEnum):
 
 
 _ITEM_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
+    **dict.fromkeys(("F64", "I64"), 8),
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16"), 2),
+    **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
 }
 
 
@@ -175,3 +166,11 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return _ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+def laid_out(tensors: Iterable[TensorSpec]) -> Iterator[tuple[TensorSpec, int, int]]:
+    """The tensors, each with its first byte and its end in a payload that has them back to back."""
+    begin = 0
+    for tensor in tensors:
+        yield tensor, begin, begin + tensor.nbytes
+        begin += tensor.nbytes

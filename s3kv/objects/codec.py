@@ -35,7 +35,7 @@ from s3kv.objects.headers import (
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import MAX_HASH_BYTES
 from s3kv.place import Place
-from s3kv.types import TensorSpec
+from s3kv.types import TensorSpec, laid_out
 
 ALIGN_BYTES = 4096
 SEGMENT_BYTES = 8 * 2**20
@@ -204,15 +204,11 @@ because `template` refuses names that contain it."""
 
 def segments_of(tensors: Sequence[TensorSpec], segment_bytes: int) -> tuple[range, ...]:
     """The segments of at most `segment_bytes`, as ranges of bytes in the payload."""
-    segments: list[range] = []
-    begin = 0
-    for tensor in tensors:
-        end = begin + tensor.nbytes
-        segments += [
-            range(at, min(at + segment_bytes, end)) for at in range(begin, end, segment_bytes)
-        ]
-        begin = end
-    return tuple(segments)
+    return tuple(
+        range(at, min(at + segment_bytes, end))
+        for _, begin, end in laid_out(tensors)
+        for at in range(begin, end, segment_bytes)
+    )
 
 
 def _header_text(chunk: ChunkFormat) -> str:
@@ -242,17 +238,10 @@ def metadata_of(chunk: ChunkFormat) -> dict[str, str]:
 
 def entries_of(tensors: Sequence[TensorSpec]) -> dict[str, Any]:
     """The entries of tensors in a safetensors header, by name."""
-    entries: dict[str, Any] = {}
-    begin = 0
-    for tensor in tensors:
-        end = begin + tensor.nbytes
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    return entries
+    return {
+        it.name: {"dtype": it.dtype, "shape": list(it.shape), "data_offsets": [begin, end]}
+        for it, begin, end in laid_out(tensors)
+    }
 
 
 def template(members: dict[str, Any], holes: int) -> str:

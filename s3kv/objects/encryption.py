@@ -152,11 +152,9 @@ class MasterKey:
 
 
 class Keyring:
-    """The master keys of an engine: the first one encrypts, all decrypt.
-
-    Raises `ValueError` for no keys, equal keys or keys of another length, and `ConfigError` if the
-    package cryptography is missing.
-    """
+    """The master keys of an engine: the first one encrypts, all decrypt. Raises `ValueError` for no
+    keys, equal keys or keys of another length, and `ConfigError` if the package cryptography is
+    missing."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
         if not secrets or len(set(secrets)) < len(secrets):
@@ -188,8 +186,7 @@ def speeds(clock: Callable[[], float]) -> tuple[float, float]:
 def _derived(secret: bytes, info: bytes) -> bytes:
     """HKDF-SHA256 without a salt, 32 bytes."""
     package = _cryptography()
-    derived: bytes = package.HKDF(package.SHA256(), 32, None, info).derive(secret)
-    return derived
+    return bytes(package.HKDF(package.SHA256(), 32, None, info).derive(secret))
 
 
 class _Cryptography:

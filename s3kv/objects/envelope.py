@@ -182,10 +182,8 @@ def _decoded_digest(segment: memoryview) -> bytes:
 
 class Decoding:
     """Verification and decoding of one compressed object that arrives in its place. One thread at a
-    time calls `advance`.
-
-    place: of the plain object. nbytes: length of the object, shorter than the plain one.
-    """
+    time calls `advance`. place: of the plain object. nbytes: length of the object, shorter than the
+    plain one."""
 
     def __init__(
         self,

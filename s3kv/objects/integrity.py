@@ -33,10 +33,8 @@ _DIGEST_CHARS: dict[Mode, int] = {"xxh3": 32, "blake3-keyed": 64, "none": 0}
 
 @dataclass(frozen=True, slots=True)
 class Integrity:
-    """A mode and, for "blake3-keyed", its 32-byte key. Plain data; its repr hides the key.
-
-    `of` makes one from the settings. It holds the key derived from the secret, never the secret.
-    """
+    """A mode and, for "blake3-keyed", its 32-byte key, which is derived from the secret. Plain
+    data; its repr hides the key. `of` makes one from the settings."""
 
     mode: Mode = "xxh3"
     key: bytes = field(default=b"", repr=False)
@@ -62,10 +60,8 @@ class Integrity:
         return _DIGEST_CHARS[self.mode]
 
     def digest(self, header: bytes, number: int, segment: memoryview) -> str:
-        """The digest of one segment, in lower-case hex; empty for the mode "none".
-
-        header: the whole header, without digests. number: the segment's place in the object.
-        """
+        """The digest of one segment, in lower-case hex; empty for the mode "none". header: the
+        whole header, without digests. number: the segment's place in the object."""
         if self.mode == "xxh3":
             return xxhash.xxh3_128_hexdigest(segment)
         if self.mode == "none":
@@ -76,12 +72,10 @@ class Integrity:
     def identity(self) -> dict[str, Any]:
         """The part of a fingerprint that names the mode and, by a digest, the key. Keys are
         told apart without being revealed."""
-        if self.mode != "blake3-keyed":
-            return {"mode": self.mode}
-        return {
-            "mode": self.mode,
-            "key_id": _blake3()(_KEY_ID_MESSAGE, key=self.key).hexdigest(length=8),
-        }
+        identity: dict[str, Any] = {"mode": self.mode}
+        if self.mode == "blake3-keyed":
+            identity["key_id"] = _blake3()(_KEY_ID_MESSAGE, key=self.key).hexdigest(length=8)
+        return identity
 
 
 XXH3 = Integrity()

@@ -32,10 +32,8 @@ into one page."""
 
 @dataclass(frozen=True, slots=True)
 class ItemFormat:
-    """Format of one item, as known before the item is fetched.
-
-    dtype: safetensors name. shape: its `nbytes` is the object's length, or the maximum for a fetch.
-    """
+    """Format of one item, as known before the item is fetched. dtype: safetensors name. shape: its
+    `nbytes` is the object's length, or the maximum for a fetch."""
 
     namespace_digest: str
     dtype: str

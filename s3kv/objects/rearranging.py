@@ -16,7 +16,7 @@ from math import prod
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.shards import Shard
 from s3kv.place import Place
-from s3kv.types import TensorSpec, item_bytes
+from s3kv.types import TensorSpec, item_bytes, laid_out
 
 _DIMENSIONS = "HNC"
 _KERNEL_BLOCKS = "B"
@@ -68,9 +68,8 @@ def format_of(own: ChunkFormat, wanted: Shard, other: Shard, pages: Pages) -> Ch
         if other.layers != wanted.layers:
             if not _follow(layers, wanted.layers, pages.layer) or len(own.tensors) > 1:
                 return None
-            layers = tuple(
-                replace(layers[0], name=pages.layer.format(number)) for number in other.layers
-            )
+            names = map(pages.layer.format, other.layers)
+            layers = tuple(replace(layers[0], name=name) for name in names)
         resized = tuple(_with_heads(layer, len(other.heads), pages.order) for layer in layers)
         tensors.append(TensorSpec.of_layers(part.name, part.shape[0], resized))
     try:
@@ -125,26 +124,21 @@ class _PartRuns:
 
 
 class Rearrangement:
-    """The bytes that a rank takes from objects of another shard, and their places in its own.
-
-    own, wanted: format and shard of the rank. other: of the objects it reads, by `format_of`.
-    """
+    """The bytes that a rank takes from objects of another shard, and their places in its own. own,
+    wanted: format and shard of the rank. other (by `format_of`), shard: those of what it reads."""
 
     def __init__(
         self, own: ChunkFormat, wanted: Shard, other: ChunkFormat, shard: Shard, order: str
     ) -> None:
         self.format = other
-        begin = source = 0
         self._parts: list[_PartRuns] = []
-        for part, theirs in zip(own.tensors, other.tensors, strict=True):
+        pairs = zip(laid_out(own.tensors), laid_out(other.tensors), strict=True)
+        for (part, begin, _), (theirs, source, _) in pairs:
             runs = _joined(_runs(part.layers, wanted.heads, theirs.layers, shard.heads, order))
-            blocks = part.shape[0]
             at = tuple(Run(begin + r.begin, source + r.source, r.nbytes) for r in runs)
-            self._parts.append(
-                _PartRuns(blocks, part.nbytes // blocks, theirs.nbytes // blocks, at)
-            )
-            begin += part.nbytes
-            source += theirs.nbytes
+            blocks = part.shape[0]
+            block_bytes, source_bytes = part.nbytes // blocks, theirs.nbytes // blocks
+            self._parts.append(_PartRuns(blocks, block_bytes, source_bytes, at))
 
     @property
     def spans(self) -> Iterator[range]:
@@ -193,13 +187,8 @@ def _runs(
 ) -> Iterator[Run]:
     """The runs of a block, in the order of the rank's own payload."""
     both = range(max(heads.start, other_heads.start), min(heads.stop, other_heads.stop))
-    places: dict[str, int] = {}
-    at = 0
-    for layer in others:
-        places[layer.name] = at
-        at += layer.nbytes
-    begin = 0
-    for layer in layers:
+    places = {layer.name: begin for layer, begin, _ in laid_out(others)}
+    for layer, begin, _ in laid_out(layers):
         if layer.name in places and both:
             source = places[layer.name]
             sizes = dict(zip(layer.order, layer.shape, strict=True))
@@ -212,7 +201,6 @@ def _runs(
                     source + number * their_row + (both.start - other_heads.start) * inner,
                     len(both) * inner,
                 )
-        begin += layer.nbytes
 
 
 def _joined(runs: Iterator[Run]) -> Iterator[Run]:
