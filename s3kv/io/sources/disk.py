@@ -188,9 +188,8 @@ class DiskSource:
         if buffer is None:
             self.counters["io_disk_dropped"] += 1
             return
-        copying = asyncio.ensure_future(
-            self._workers.copy(partial(copy_bytes, job.place.cut(0, nbytes).views, buffer))
-        )
+        copy = partial(copy_bytes, job.place.cut(0, nbytes).views, buffer)
+        copying = asyncio.ensure_future(self._workers.copy(copy))
         try:
             await ended([copying])
         finally:

@@ -11,7 +11,7 @@ under the others, at the cost of one request each.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from s3kv.io.sources.staging import StagingMemory
@@ -27,7 +27,6 @@ from s3kv.objects.encryption import (
 )
 from s3kv.place import Place
 from s3kv.stores.store import UNREADABLE, ObjectInfo, ObjectStore, Receiver
-from s3kv.stores.traffic import Traffic
 
 MOST_READ_BYTES = 256 * 2**20
 """Limit on memory for encrypted objects being read, per I/O process. Further reads wait."""
@@ -37,18 +36,15 @@ MOST_WRITTEN_BYTES = 128 * 2**20
 
 class EncryptedStore:
     """The objects of `store`, encrypted with the keys of `keyring`. Other objects, such as
-    manifests, pass as they are. Belongs to one asyncio loop.
-
-    An object that does not decrypt has the length `UNREADABLE`.
-    """
+    manifests, pass as they are. Belongs to one asyncio loop. An object that does not decrypt has
+    the length `UNREADABLE`."""
 
     def __init__(self, store: ObjectStore, keyring: Keyring) -> None:
         self._store, self._forms = store, keyring.forms
         self._read, self._written = map(StagingMemory, (MOST_READ_BYTES, MOST_WRITTEN_BYTES))
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._store.traffic
+        # These work on the encrypted objects, as a listing has them, or on the store itself.
+        self.delete_many, self.list, self.folders = store.delete_many, store.list, store.folders
+        self.traffic, self.check, self.close = store.traffic, store.check, store.close
 
     def _first(self, key: str) -> str:
         forms = self._forms(key)
@@ -97,21 +93,6 @@ class EncryptedStore:
 
     async def erase(self, key: str) -> bool:
         return await self._store.erase(self._first(key))
-
-    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
-        return await self._store.delete_many(objects)
-
-    def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        return self._store.list(prefix, after)
-
-    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        return await self._store.folders(prefix, limit)
-
-    async def check(self, prefix: str | None = None) -> bool:
-        return await self._store.check(prefix)
-
-    async def close(self) -> None:
-        await self._store.close()
 
 
 def encrypting(form: EncryptedForm, place: Place, buffer: memoryview) -> Iterator[None]:

@@ -47,10 +47,8 @@ ShardCover = list[Rearrangement]
 
 
 class OtherShards:
-    """The shards of other shapes as a source. Belongs to one asyncio loop.
-
-    fetch: fetches the object of a job from the bucket, and verifies it; raises `StoreError`.
-    """
+    """The shards of other shapes as a source. Belongs to one asyncio loop. fetch: fetches the
+    object of a job from the bucket, and verifies it; raises `StoreError`."""
 
     name = "other_shards"
     is_near = False
@@ -81,8 +79,10 @@ class OtherShards:
             return None
         await self._look()
         end = None
-        for cover in self._covers_of(job, self._shard, self._pages):
-            end = await self._read(job, cover)
+        own = job.format
+        assert isinstance(own, ChunkFormat), "items are not divided among ranks"
+        for cover in self._covers_of(own, self._shard, self._pages):
+            end = await self._read(job, ChunkKey(own.coverage, job.block_hash), cover)
             if end.outcome is Outcome.OK:
                 break
         return end
@@ -114,19 +114,14 @@ class OtherShards:
                 break
         return shapes
 
-    def _covers_of(self, job: TransferJob, shard: Shard, pages: Pages) -> list[ShardCover]:
-        own = job.format
-        assert isinstance(own, ChunkFormat), "items are not divided among ranks"
+    def _covers_of(self, own: ChunkFormat, shard: Shard, pages: Pages) -> list[ShardCover]:
         if own.coverage not in self._covers:
             sets = covers(shard, self._shapes)
             known = (rearrangements(own, shard, shards, pages) for shards in sets)
             self._covers[own.coverage] = [cover for cover in known if cover is not None]
         return self._covers[own.coverage]
 
-    async def _read(self, job: TransferJob, cover: ShardCover) -> JobEnd:
-        own = job.format
-        assert isinstance(own, ChunkFormat)
-        key = ChunkKey(own.coverage, job.block_hash)
+    async def _read(self, job: TransferJob, key: ChunkKey, cover: ShardCover) -> JobEnd:
         lengths = [part.format.object_bytes for part in cover]
         nbytes = 0
         async with self._staging.lease(lengths) as buffers:
@@ -138,10 +133,9 @@ class OtherShards:
                 async def read(part: Rearrangement, place: Place) -> JobEnd | None:
                     nonlocal nbytes
                     name = self._namespace.chunk(key, part.format.shard)
+                    wanted = replace(job, key=name, format=part.format, place=place)
                     async with requests:
-                        end = await self._fetch(
-                            replace(job, key=name, format=part.format, place=place)
-                        )
+                        end = await self._fetch(wanted)
                     nbytes += end.nbytes
                     if end.outcome is Outcome.CORRUPT and self._may_log(end.outcome):
                         _log.warning("a shard of another shape is not used: %s", end.detail)
@@ -149,10 +143,9 @@ class OtherShards:
 
                 ends = await all_of(read(*pair) for pair in zip(cover, places, strict=True))
             if ends is None:
-                return job.end(
-                    Outcome.MISSING, f"{job.key} is not in shards of other shapes either"
-                )
+                said = f"{job.key} is not in shards of other shapes either"
+                return job.end(Outcome.MISSING, said)
             for part, place in zip(cover, places, strict=True):
                 part.apply(place, job.place)
-            own.seal(job.place, job.block_hash)
+            job.format.seal(job.place, job.block_hash)
             return job.end(Outcome.OK, nbytes=nbytes, fresh_s=min(end.fresh_s for end in ends))

@@ -26,9 +26,7 @@ class Window:
     It halves when the store answers "slow down", and grows by one per round of other answers, up to
     its limit, full or not: uploads alone never fill it. Requests sent before a cut say nothing
     about the new window, so only the first such answer of an overload cuts. Pure: times are seconds
-    of one monotonic clock, passed in.
-
-    limit: maximum size, and the initial one.
+    of one monotonic clock, passed in. limit: maximum size, and the initial one.
     """
 
     def __init__(self, limit: int) -> None:

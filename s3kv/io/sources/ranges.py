@@ -62,10 +62,8 @@ class RangedReads:
 
     async def read(self, job: TransferJob) -> Reading:
         """Read and verify an object. It is read whole if it is small, if its length is not known,
-        if no place is free, or if the ranges are not of one object.
-
-        No request is under way when this ends, however it ends.
-        """
+        if no place is free, or if the ranges are not of one object. No request is under way when
+        this ends, however it ends."""
         if not isinstance(job.format, ChunkFormat) or not self._range_bytes:
             return await self._whole(job)
         try:

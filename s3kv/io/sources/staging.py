@@ -13,9 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 class StagingMemory:
     """Memory of one I/O process, leased first come, first served. Belongs to one asyncio loop.
-
-    most_bytes: limit on all leases and kept buffers together.
-    """
+    most_bytes: limit on all leases and kept buffers together."""
 
     def __init__(self, most_bytes: int) -> None:
         self.leased_bytes = self._kept_bytes = 0

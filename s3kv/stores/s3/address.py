@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import ssl
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -165,8 +166,6 @@ def _first_request(client: Any, bucket: str) -> tuple[str, dict[str, Any]]:
         return SimpleNamespace(status_code=200), {}
 
     client.meta.events.register("before-call.s3.GetObject", answer)
-    try:
+    with closing(client):
         client.get_object(Bucket=bucket, Key=_KEY)
-    finally:
-        client.close()
     return found[0]

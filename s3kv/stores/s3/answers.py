@@ -167,12 +167,8 @@ def read_page(body: bytes, call: Call) -> ListingPage:
 
 def _listed(item: ElementTree.Element, name: Callable[[str], str]) -> ObjectInfo:
     modified = datetime.fromisoformat(_text(item, "LastModified").replace("Z", "+00:00"))
-    return ObjectInfo(
-        name(_text(item, "Key")),
-        int(_text(item, "Size")),
-        modified.timestamp(),
-        item.findtext("{*}ETag") or "",
-    )
+    key, nbytes = name(_text(item, "Key")), int(_text(item, "Size"))
+    return ObjectInfo(key, nbytes, modified.timestamp(), item.findtext("{*}ETag") or "")
 
 
 def deletion(objects: Sequence[ObjectInfo]) -> bytes:
@@ -254,10 +250,8 @@ class Refusal(Exception):
 def error_about(
     said: Mapping[str, str], status: int, call: Call, bucket_region: str | None = None
 ) -> StoreError:
-    """The error for an error document with these members and this status.
-
-    bucket_region: region of the bucket, from a header.
-    """
+    """The error for an error document with these members and this status. bucket_region: region of
+    the bucket, from a header."""
     code = said.get("Code", "")
     what = f"{call}: {status} {code or '(no code)'}"
     if detail := said.get("Message"):

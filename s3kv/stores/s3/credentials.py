@@ -56,9 +56,8 @@ _NO_ANSWER = (
 class Credentials:
     """Credentials from one source. Belongs to one asyncio loop.
 
-    find: returns botocore's source, in a thread. what: their name, for messages.
-    Methods raise `StoreDenied` if the source has no valid ones, and `StoreUnavailable` if it cannot
-    be reached.
+    find: returns botocore's source, in a thread. what: their name, for messages. Methods raise
+    `StoreDenied` if the source has no valid ones, and `StoreUnavailable` if it cannot be reached.
     """
 
     def __init__(self, find: Callable[[], Any], what: str = "credentials") -> None:

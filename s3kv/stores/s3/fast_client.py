@@ -86,9 +86,8 @@ def sign(
     if query:
         pairs = sorted((quote(k, safe="-_.~"), quote(v, safe="-_.~")) for k, v in query.items())
         target += "?" + "&".join(f"{k}={v}" for k, v in pairs)
-    unsigned = AWSRequest(
-        method, address.origin + target, headers={"Host": address.authority, **(headers or {})}
-    )
+    with_host = {"Host": address.authority, **(headers or {})}
+    unsigned = AWSRequest(method, address.origin + target, headers=with_host)
     signer = _SessionSigner if address.scheme == SESSION_SCHEME else _Signer
     signer(frozen, address.service, address.region).add_auth(unsigned)
     return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT})
@@ -170,10 +169,8 @@ class FastClient:
     async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
         headers = {"If-Match": if_etag} if if_etag else {}
         query = {"versionId": version} if version else None
-        response, _ = await self._send(
-            "s3:DeleteObject", "DELETE", key, query=query, headers=headers
-        )
-        return response.headers.get("x-amz-version-id", "")
+        answer, _ = await self._send("s3:DeleteObject", "DELETE", key, query=query, headers=headers)
+        return answer.headers.get("x-amz-version-id", "")
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         body = deletion(objects)

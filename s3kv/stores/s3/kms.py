@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import botocore.parsers
@@ -85,8 +86,5 @@ def _ask(config: Config, keys: ReadOnlyCredentials, data_key: bytes) -> dict[str
             retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
         ),
     )
-    try:
-        answer: dict[str, Any] = client.decrypt(CiphertextBlob=data_key)
-        return answer
-    finally:
-        client.close()
+    with closing(client):
+        return dict(client.decrypt(CiphertextBlob=data_key))

@@ -103,16 +103,12 @@ class S3Store:
     """
 
     def __init__(self, config: Config, client: S3Client) -> None:
-        self.client = client
+        self.client, self.traffic = client, client.traffic
         self._config = config
         self._conditional_puts: bool | None = None
         """Whether the server supports them; None: not known yet."""
         self._knows_batches = True
         self._keeps_versions = self._warned_of_versions = False
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.client.traffic
 
     def __repr__(self) -> str:
         return f"S3Store({self._config.bucket!r} at {self._config.endpoint_url or 'AWS'})"

@@ -1,8 +1,7 @@
 """aiobotocore's client: AWS's SDK, changed only where it violates the contract of `S3Client`.
 
 It serves what the fast client cannot: proxies, and buckets that are named by an ARN. Each request
-is watched, counted and sent once, and its errors become ours. A request takes two to three times
-the processor time; see decision 14.
+is watched, counted and sent once, and its errors become ours. See decision 14.
 """
 
 from __future__ import annotations
