@@ -1,7 +1,4 @@
-"""`Copier`: the interface between `BlockCopies` and a kind of device.
-
-`cpu.py` and `gpu/gpu_copier.py` implement it.
-"""
+"""`Copier`: the interface between `BlockCopies` and a kind of device (`cpu`, `gpu.gpu_copier`)."""
 
 from __future__ import annotations
 

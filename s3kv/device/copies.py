@@ -14,8 +14,6 @@ a window of other saves, a load for a window of other loads, and neither for que
     save ──▶ queued ──copy thread──▶ started ──ticket done──▶ reported by `poll`, once
     load ──▶ queued ──part by part─▶ started ──ticket done──▶ reported by `poll`, once
 
-Saves end in the order they were started, and so do loads: `poll` checks the oldest of each.
-
 A copy that fails ends with ok=False, and is logged once a minute; the content of its slot, or its
 blocks, is then undefined. `poll` reports an end only once the copy touches no memory any more.
 """
@@ -150,21 +148,15 @@ class BlockCopies:
         block_ids: Sequence[int],
         mark: CopyMark | None = None,
     ) -> None:
-        """Copy all blocks of a chunk to its slot's payload, after `mark`. Returns at once.
-
-        mark: None stands for the present point. The slot belongs to the copy until `poll` reports
-            its end, the blocks until `fence`.
-        Raises `ValueError` for a `job_id` that is still on its way.
-        """
+        """Copy all blocks of a chunk to its slot's payload, after `mark`; None: the present point.
+        Returns at once. The slot belongs to the copy until `poll` reports its end, the blocks until
+        `fence`. Raises `ValueError` for a `job_id` that is still on its way."""
         self._submit(self._out, job_id, (CopyPart(group, slot, 0, tuple(block_ids)),), mark)
 
     def load(self, load_id: str, parts: Sequence[CopyPart], mark: CopyMark | None = None) -> None:
-        """Copy chunks, or parts of them, from slots to blocks, after `mark`, as `save` does.
-        Returns at once.
-
-        Slots and blocks belong to the copy until `poll` reports its end; after that the engine may
-        use the blocks on any stream. Raises `ValueError` for a `load_id` still on its way.
-        """
+        """Copy chunks, or parts of them, from slots to blocks, after `mark`, as `save` does. Slots
+        and blocks belong to the copy until `poll` reports its end; after that the engine may use
+        the blocks on any stream. Raises `ValueError` for a `load_id` still on its way."""
         self._submit(self._in, load_id, parts, mark)
 
     def fence(self, job_ids: Iterable[int]) -> None:
@@ -247,7 +239,7 @@ class BlockCopies:
         if ident in queue.jobs:
             raise ValueError(f"copy {ident} is already in flight")
         at, ok = mark or self.mark()
-        job = CopyJob(ident, queue, parts, at, self._clock())
+        job = CopyJob(ident, queue, deque(parts), at, self._clock())
         with self._changed:
             queue.jobs[ident] = job
             if self._closing or not ok:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from s3kv.device.copier import Ticket
@@ -45,11 +46,8 @@ class FailureLog:
 
 
 class LaunchWindow:
-    """The copies of one direction that are launched but not finished, in order.
-
-    A launched copy cannot be overtaken, so only enough to keep the bus busy is launched. The times
-    of finished copies give the expected time of others of about their length.
-    """
+    """The copies of one direction that are launched but not finished, in order. The times of
+    finished copies give the expected time of others of about their length."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = WINDOW_S
@@ -101,25 +99,21 @@ def _holds(query: Callable[[], bool]) -> bool:
 _Id = TypeVar("_Id", bound=int | str)
 
 
+@dataclass(slots=True, eq=False)
 class CopyJob(Generic[_Id]):
     """One save or load in progress, in parts. The last part's ticket stands for the job."""
 
-    __slots__ = ("at", "ident", "ok", "parts", "queue", "since_s", "started", "ticket")
-
-    def __init__(
-        self, ident: _Id, queue: CopyQueue[_Id], parts: Iterable[CopyPart], at: Any, now: float
-    ) -> None:
-        self.ident: _Id = ident
-        self.queue = queue
-        self.parts = deque(parts)
-        """Parts that have not been started."""
-        self.at = at
-        """The point in the engine's work after which it copies."""
-        self.since_s = now
-        self.ticket: Ticket = FINISHED
-        self.ok = True
-        self.started = False
-        """Whether all parts have been started, or the job has failed."""
+    ident: _Id
+    queue: CopyQueue[_Id]
+    parts: deque[CopyPart]
+    """Parts that have not been started."""
+    at: Any
+    """The point in the engine's work after which it copies."""
+    since_s: float
+    ticket: Ticket = FINISHED
+    ok: bool = True
+    started: bool = False
+    """Whether all parts have been started, or the job has failed."""
 
     def start(self, ticket: Ticket, ok: bool) -> None:
         """Record that no part is left to start. A second call does nothing: if the job is submitted

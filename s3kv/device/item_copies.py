@@ -19,10 +19,9 @@ _UNIT_BYTES = 2**30
 
 
 class HostItems:
-    """Copies for an engine whose tensors are in host memory. They have ended when they return.
-
-    dtype: of all items. For the engine's thread only.
-    """
+    """Copies for an engine whose tensors are in host memory. They have ended when they return, and
+    are not torch's, which wake threads that wait for each other on busy cores. dtype: of all items.
+    For the engine's thread only."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -34,12 +33,12 @@ class HostItems:
         """Copy the tensor to `payload`, which has the same length. Returns the copy's end, which
         `synchronize` waits for."""
         source = tensor.detach().contiguous()
-        _move(_address(payload), source.data_ptr(), len(payload))
+        ctypes.memmove(_address(payload), source.data_ptr(), len(payload))
         return torch.cpu.Event()
 
     def load(self, payload: memoryview, rows: int, width: int) -> torch.Tensor:
         tensor = torch.empty((rows, width), dtype=self._dtype, device="cpu")
-        _move(tensor.data_ptr(), _address(payload), len(payload))
+        ctypes.memmove(tensor.data_ptr(), _address(payload), len(payload))
         return tensor
 
     def now(self) -> float:
@@ -128,8 +127,3 @@ def item_copies(dtype: torch.dtype, device: torch.device) -> ItemCopies:
 
 def _address(payload: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(payload))
-
-
-def _move(to: int, source: int, nbytes: int) -> None:
-    # Not torch's copy: it wakes threads that wait for each other on busy cores.
-    ctypes.memmove(to, source, nbytes)

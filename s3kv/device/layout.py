@@ -83,10 +83,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The layout of all chunks of one group on one rank. Immutable, and safe in any thread.
-
-    It keeps the tensors alive, so every address it returns stays valid.
-    """
+    """The layout of all chunks of one group on one rank. Immutable, and safe in any thread. It
+    keeps the tensors alive, so every address it returns stays valid."""
 
     layers: tuple[LayerPages, ...]
     caches: tuple[torch.Tensor, ...] = field(repr=False)
@@ -131,9 +129,8 @@ class PageLayout:
                 layers.append(_read_layer(name, cache, num_blocks, offset))
             except UnsupportedError as error:
                 shape, strides = tuple(cache.shape), tuple(cache.stride())
-                raise UnsupportedError(
-                    f"layer {name}, shape {shape}, strides {strides}, {cache.dtype}: {error}"
-                ) from None
+                told = f"layer {name}, shape {shape}, strides {strides}, {cache.dtype}: {error}"
+                raise UnsupportedError(told) from None
             offset += layers[-1].block_bytes
         caches = tuple(cache for _, cache in distinct.values())
         devices = {str(cache.device) for cache in caches}

@@ -68,9 +68,7 @@ def node_near(pci_address: str | None, root: Path = ROOT) -> NodeChoice:
 
 def prefer_node(address: int, nbytes: int, node: int) -> str:
     """Ask Linux to take the untouched pages of a mapping from a node while it has free pages.
-
-    Returns the reason for a refusal, or "". Containers often forbid this call.
-    """
+    Returns the reason for a refusal, or "". Containers often forbid this call."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"s3kv does not know the number of mbind on {platform.machine()}"

@@ -85,11 +85,9 @@ class Extents:
         return 1 << (self.count.bit_length() - 1)
 
     def allocate(self, units: int) -> int | None:
-        """Take `units` pages in a row. Returns the first of them, or None if no region is free.
-
-        Takes the smallest free block that fits, so that small extents do not spread over regions
-        that large ones need. Raises `ValueError` for less than one page.
-        """
+        """Take `units` pages in a row, from the smallest free block that fits, so that small
+        extents do not spread over regions that large ones need. Returns the first of them, or None
+        if no region is free. Raises `ValueError` for less than one page."""
         if units < 1:
             raise ValueError(f"an extent of {units} pages")
         for order in range(order_of(units), len(self._free)):
@@ -105,11 +103,9 @@ class Extents:
         self._give_back(number, self._taken.pop(number))
 
     def shrink(self, number: int, units: int) -> None:
-        """Keep the first `units` pages of an extent, as if `allocate` had made it that long.
-
-        Raises `KeyError` if no extent begins at `number`, `ValueError` for less than one page or
-        more than it has.
-        """
+        """Keep the first `units` pages of an extent, as if `allocate` had made it that long. Raises
+        `KeyError` if no extent begins at `number`, `ValueError` for less than one page or more than
+        it has."""
         before = self._taken[number]
         if not 1 <= units <= before:
             raise ValueError(f"an extent of {before} pages cannot become one of {units}")

@@ -125,9 +125,8 @@ class Slab:
                 found = os.stat(link)
                 if (str(found.st_ino), found.st_size, os.readlink(link)) in wanted:
                     return cls.attach(os.dup(int(name)))
-        raise UnsupportedError(
-            f"no file of {view.nbytes:,} bytes is behind the memory that vLLM offloads to"
-        )
+        told = f"no file of {view.nbytes:,} bytes is behind the memory that vLLM offloads to"
+        raise UnsupportedError(told)
 
     def ask_for_huge_pages(self) -> str:
         """Request huge pages where this process is the first to touch the memory. Returns the
@@ -207,9 +206,7 @@ def allocate(
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Populate pages by up to eight threads on `processors`; by one thread anywhere without any.
-
-    `stop` is called every few MiB and ends it early. Returns 0, or an error of `populate`.
-    """
+    `stop` is called every few MiB and ends it early. Returns 0, or an error of `populate`."""
 
     def work(offset: int) -> int:
         return 0 if stop() else populate(address + offset, min(PREFAULT_BYTES, nbytes - offset))

@@ -252,10 +252,8 @@ class Table:
         self._enter(entry, state)
 
     def touch_chain(self, entries: Sequence[Entry]) -> None:
-        """Note the use of these resident entries of one prompt, given from head to tail.
-
-        They count as used from tail to head, so that a tail is evicted before its head.
-        """
+        """Note the use of these resident entries of one prompt, given from head to tail. They count
+        as used from tail to head, so that a tail is evicted before its head."""
         for entry in entries:
             self._next(entry, "touch")
         touch = self._lru.move_to_end

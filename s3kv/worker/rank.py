@@ -11,7 +11,6 @@ the scheduler's only information about this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from s3kv.device.copies import BlockCopies, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
@@ -20,11 +19,6 @@ from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan
 from s3kv.types import Outcome, Tally
 
 _GIVE_UP_S = 5.0
-
-
-class _RequestLoad(NamedTuple):
-    nbytes: int
-    since_s: float
 
 
 class RankWorker:
@@ -66,18 +60,16 @@ class RankWorker:
         """By save: the ends of its finished copies, while other copies of it are unfinished."""
         self._jobs: set[int] = set()
         self._report = StepReport()
-        self._loading: dict[str, _RequestLoad] = {}
+        self._loading: dict[str, tuple[int, float]] = {}
+        """By request: the bytes to copy, and the time of the order."""
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._suspended = False
 
     def begin(self, plan: StepPlan) -> None:
         """Fence blocks, and start the jobs of the I/O process. Called before the step writes to
-        blocks.
-
-        Saves of the previous plan that the engine skipped end as failed. If the engine speculates,
-        it skips all saves on ranks before the last pipeline stage.
-        """
+        blocks. Saves of the previous plan that the engine skipped end as failed. If the engine
+        speculates, it skips all saves on ranks before the last pipeline stage."""
         if self._announced:
             self.refuse([*self._announced.values()])
         self._announced = {job.job_id: job for job in plan.saves}
@@ -95,15 +87,12 @@ class RankWorker:
 
     def load(self, jobs: Iterable[LoadJob], *, from_now: bool = False) -> None:
         """Copy slots to blocks, after what was launched before `begin`. The step that orders a load
-        does not use its blocks, so the load runs beside the forward.
-
-        from_now: copy after what has been launched by now, because the step may have written to the
-            blocks since `begin`.
-        """
+        does not use its blocks, so the load runs beside the forward. from_now: copy after what has
+        been launched by now, because the step may have written to the blocks since `begin`."""
         mark = self._copies.mark() if from_now else self._begun
         for job in jobs:
             nbytes = sum(self._block_bytes[p.group] * len(p.block_ids) for p in job.parts)
-            self._loading[job.request_id] = _RequestLoad(nbytes, self._clock())
+            self._loading[job.request_id] = nbytes, self._clock()
             if self._suspended:
                 self._loaded_or_failed(job.request_id, False)
             else:
@@ -111,11 +100,8 @@ class RankWorker:
 
     def save(self, jobs: Sequence[SaveJob], *, read_first: bool = False) -> None:
         """Copy blocks to slots. Called after the forward that fills the blocks has been launched.
-        Saves that `begin` has not announced, or has already given up, are skipped.
-
-        read_first: fence the blocks now, so that the engine's next work begins after they have been
-            read.
-        """
+        Saves that `begin` has not announced, or has already given up, are skipped. read_first:
+        fence the blocks now, so that the engine's next work begins after they have been read."""
         if self._suspended:
             self.refuse(jobs)
             return
@@ -154,14 +140,16 @@ class RankWorker:
 
     def poll(self, linger_s: float = 0.0) -> None:
         """Collect the ends since the last call; `take_report` and `take_loaded` hand them on.
-
         linger_s: how long to wait for a load to end or, if no copy is under way, for a fetch or an
-            upload.
-        """
+        upload."""
         if self._loading or self._saves:
             if linger_s and self._loading:
                 self._copies.wait_load(linger_s)
-            self._collect_copies()
+            ends = self._copies.poll()
+            for end in ends.saved:
+                self._copy_ended(end)
+            for request_id, ok in ends.loaded:
+                self._loaded_or_failed(request_id, ok)
         for done in self._client.poll(0.0 if self._loading or self._saves else linger_s):
             self._jobs.remove(done.job_id)
             self._end(done)
@@ -228,13 +216,6 @@ class RankWorker:
             copy for job in job_ids for copy in range(job * per_save, (job + 1) * per_save)
         )
 
-    def _collect_copies(self) -> None:
-        ends = self._copies.poll()
-        for end in ends.saved:
-            self._copy_ended(end)
-        for request_id, ok in ends.loaded:
-            self._loaded_or_failed(request_id, ok)
-
     def _copy_ended(self, end: SavedEnd) -> None:
         """Take in the end of a copy. The save ends with the last of its copies."""
         job_id = end.job_id // self._copies_per_save
@@ -245,14 +226,14 @@ class RankWorker:
             self._saved(job, all(e.ok for e in ends), max(e.seconds for e in ends))
 
     def _loaded_or_failed(self, request_id: str, ok: bool) -> None:
-        load = self._loading.pop(request_id)
+        nbytes, since_s = self._loading.pop(request_id)
         self._loaded.add(request_id)
         if not ok:
             self._failed.add(request_id)
             return
         self.counters["load_ok"] += 1
-        self.counters["load_bytes"] += load.nbytes
-        self._seconds.setdefault("load_seconds", []).append(self._clock() - load.since_s)
+        self.counters["load_bytes"] += nbytes
+        self._seconds.setdefault("load_seconds", []).append(self._clock() - since_s)
 
     def _saved(self, job: SaveJob, ok: bool, seconds: float) -> None:
         outcome = Outcome.OK if ok else Outcome.FAILED

@@ -69,10 +69,8 @@ class Stack:
 
 
 def stacks(layout: PageLayout, staging: torch.Tensor) -> tuple[Stack, ...]:
-    """The layout's layers as few stacks as they allow, in payload order.
-
-    staging: flat uint8 on the layout's device, at least a payload long; the chunks are views of it.
-    """
+    """The layout's layers as few stacks as they allow, in payload order. staging: flat uint8 on the
+    layout's device, at least a payload long; the chunks are views of it."""
     return tuple(_stack(layout, run, staging) for run in _runs(layout))
 
 

@@ -70,10 +70,8 @@ class PinningRefusal:
 
     @classmethod
     def of(cls, code: int, wanted_bytes: int, limits: MemoryLimits) -> PinningRefusal:
-        """The refusal that `code`, from cudaHostRegister, stands for. Pure.
-
-        wanted_bytes: all the memory that is to be pinned.
-        """
+        """The refusal that `code`, from cudaHostRegister, stands for. Pure. wanted_bytes: all the
+        memory that is to be pinned."""
         name, meaning, remedy = _MEANINGS.get(
             code, ("an error s3kv does not know", "see cudaError_t in CUDA's manual", _FREE_MEMORY)
         )
@@ -88,11 +86,9 @@ def pin(memory: torch.Tensor, unit_bytes: int, device: torch.device) -> dict[int
     """Register memory as `register` does, and log a warning for a refusal: {address: bytes}."""
     registered, refusal = register(memory, unit_bytes, device)
     if refusal is not None:
-        text = (
-            "s3kv: CUDA pinned only %d of the %d bytes of a slab of host memory: %s. To pin all of "
-        )
-        pinned = sum(registered.values()), memory.numel(), refusal.reason
-        logger.warning(text + "it, %s. s3kv continues: %s", *pinned, refusal.remedy, COST)
+        text = "s3kv: CUDA pinned only %d of the %d bytes of a slab of host memory: %s. "
+        told = sum(registered.values()), memory.numel(), refusal.reason, refusal.remedy, COST
+        logger.warning(text + "To pin all of it, %s. s3kv continues: %s", *told)
     return registered
 
 
