@@ -157,9 +157,8 @@ def _show(parts: Sequence[Part], saved: Savings | None, paid: float | None) -> N
         f"${saved.dollars:,.2f}, against ${total:,.2f} for the bucket."
     )
     if paid:
-        click.echo(
-            f"The bucket's own hits pay for a bucket_bytes of at most {show.size(round(paid))}."
-        )
+        most = show.size(round(paid))
+        click.echo(f"The bucket's own hits pay for a bucket_bytes of at most {most}.")
     elif paid == 0:
         click.echo("The bucket's own hits do not even pay for its requests.")
 

@@ -111,8 +111,7 @@ class ArmProcess:
                 raise self._failed("the engine has ended")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return dict(json.loads(line))
 
     def _failed(self, why: str) -> ArmFailed:
         lines = self._log.read_text("utf-8", "replace").splitlines()[-_LOG_LINES:]

@@ -102,10 +102,8 @@ def with_settings(connector: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def run_arms(
     names: Sequence[str], plan: RunInputs, report: OnProgress
 ) -> Iterator[tuple[str, ArmFacts]]:
-    """Run the arms in the order of `ARMS`; each is yielded when its processes are gone.
-
-    Raises `ArmFailed` if an engine does not start. A later failure is recorded as a fact.
-    """
+    """Run the arms in the order of `ARMS`; each is yielded when its processes are gone. Raises
+    `ArmFailed` if an engine does not start. A later failure is recorded as a fact."""
     prompts: list[dict[str, Any]] = []
     for name, arm in ARMS.items():
         if name in names:
@@ -148,13 +146,8 @@ def _run(
     try:
         with ArmProcess(settings, plan.logs / f"{name}.log") as child:
             if not prompts:
-                made = child.ask(
-                    "make_prompts",
-                    longest_tokens=plan.longest_tokens,
-                    count=plan.prompts,
-                    seed=plan.seed,
-                )
-                prompts += made["prompts"]
+                sizes = {"longest_tokens": plan.longest_tokens, "count": plan.prompts}
+                prompts += child.ask("make_prompts", seed=plan.seed, **sizes)["prompts"]
             begun = True
             for number in range(1, arm.passes + 1):
                 if number > 1 and arm.resets:

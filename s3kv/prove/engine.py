@@ -136,18 +136,13 @@ def main(answers: TextIO) -> None:
     commands: queue.Queue[Message] = queue.Queue()
     threading.Thread(target=_read, args=(commands,), daemon=True).start()
     arm = ArmEngine(settings)
-    _answer(answers, {"ready": True})
+    print(json.dumps({"ready": True}), file=answers, flush=True)
     while True:
         command = commands.get()
         for answer in getattr(arm, command.pop("do"))(**command):
-            _answer(answers, answer)
+            print(json.dumps(answer), file=answers, flush=True)
             if not answer:
                 return
-
-
-def _answer(answers: TextIO, answer: Message) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
 
 
 def run() -> None:

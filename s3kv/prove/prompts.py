@@ -46,19 +46,16 @@ def make_prompts(
     encode: Callable[[str], list[int]], longest_tokens: int, count: int, seed: int
 ) -> list[Prompt]:
     """`count` prompts of at most `longest_tokens`. encode: tokenizer, without special tokens.
-
-    Raises `ValueError` if the longest is shorter than `LEAST_TOKENS`.
-    """
+    Raises `ValueError` if the longest is shorter than `LEAST_TOKENS`."""
     if longest_tokens < LEAST_TOKENS:
         raise ValueError(f"prompts need {LEAST_TOKENS} tokens, and {longest_tokens} fit")
     draw, made = random.Random(seed), list[Prompt]()
     # Each length twice, so that a prompt that shares its beginning is as long as the one before.
     lengths = (part for part in cycle(LENGTHS) for _ in range(2))
     shapes = zip(lengths, cycle(DEPTHS), strict=False)
+    most = (longest_tokens - TAIL_TOKENS) // BOUNDARY_TOKENS
     for number, (part, depth) in enumerate(islice(shapes, count)):
-        boundaries = max(2, int(longest_tokens * part) // BOUNDARY_TOKENS)
-        while boundaries * BOUNDARY_TOKENS + TAIL_TOKENS > longest_tokens:
-            boundaries -= 1
+        boundaries = min(most, max(2, int(longest_tokens * part) // BOUNDARY_TOKENS))
         shared = number % _SHARING == _SHARING - 1
         first = made[-1].tokens[: len(made[-1].tokens) // 2] if shared else []
         made.append(_prompt(encode, boundaries * BOUNDARY_TOKENS + TAIL_TOKENS, depth, first, draw))

@@ -106,9 +106,7 @@ class BucketExamination:
 
     async def run(self, *, read_only: bool) -> list[Finding]:
         """Return all findings, in the order of the calls. Errors of the store become findings.
-
-        read_only: neither write nor delete. Call it once: it closes the store.
-        """
+        read_only: neither write nor delete. Call it once: it closes the store."""
         try:
             await self._run(read_only=read_only)
         except asyncio.CancelledError:

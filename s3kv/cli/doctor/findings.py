@@ -12,9 +12,6 @@ from s3kv.stores.s3.answers import DENIED
 Status = Literal["ok", "warning", "fault", "skipped"]
 """warning: the cache works, but less well. fault: it does not work. skipped: not checked, because
 of another finding or by choice."""
-PERMISSION = frozenset({"", "AccessDenied"})
-"""Codes of refusals of the call rather than of the caller. A bare 403 may be either; the calls
-that follow show which."""
 
 _BY_CODE: Mapping[str, str] = {
     **DENIED,
@@ -67,4 +64,5 @@ def remedy_for(error: StoreError, action: str, resource: str) -> str:
 
 def is_permission(error: StoreError | None) -> bool:
     """Whether the store refused this call rather than the caller."""
-    return isinstance(error, StoreDenied) and error.code in PERMISSION
+    # A bare 403, without a code, may be either; the calls that follow show which.
+    return isinstance(error, StoreDenied) and error.code in ("", "AccessDenied")
