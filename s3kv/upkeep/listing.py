@@ -16,6 +16,8 @@ from s3kv.stores.store import Inventory, ObjectInfo
 
 PAUSES_S = (0.2, 1.0, 5.0)
 """Pause before each retry. Tools send requests one at a time, so they need no jitter."""
+Checkpoint = Callable[[], Awaitable[None]]
+_CHECKPOINT_EVERY = 1000
 _T = TypeVar("_T")
 
 
@@ -37,12 +39,8 @@ async def tried(
 
 
 async def listed(store: Inventory, prefix: str) -> AsyncIterator[ObjectInfo]:
-    """The objects of `store.list(prefix)`, resumed where it broke off while the store was
-    unavailable.
-
-    Each object is listed once. Raises `StoreError`, also if a listing that broke off cannot be
-    resumed because the store does not list keys in order.
-    """
+    """The objects of `store.list(prefix)`, each once, also if the store is unavailable meanwhile.
+    Raises `StoreError`, also if a listing without key order breaks off, as it cannot be resumed."""
     last, failures = "", 0
     while True:
         resumed = last
@@ -61,11 +59,16 @@ async def listed(store: Inventory, prefix: str) -> AsyncIterator[ObjectInfo]:
 
 
 async def owned(
-    store: Inventory, prefix: str, under: str | None = None
+    store: Inventory, prefix: str, under: str | None = None, checkpoint: Checkpoint | None = None
 ) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
     """Every object of the namespaces under `prefix`, and no foreign object. The address is that of
-    a chunk or item; None for a manifest or shape. under: list only keys that start with this."""
+    a chunk or item; None for a manifest or shape. under: list only keys that start with this.
+    checkpoint: awaited after every 1,000 keys that are listed, foreign ones included."""
+    seen = 0
     async for info in listed(store, under or keys.all_namespaces(prefix)):
+        seen += 1
+        if checkpoint is not None and seen % _CHECKPOINT_EVERY == 0:
+            await checkpoint()
         address = keys.parse(info.key)
         namespace = address.namespace if address else keys.parse_sign(info.key)
         if namespace is not None and namespace.prefix == prefix:
@@ -73,9 +76,9 @@ async def owned(
 
 
 async def chunks(
-    store: Inventory, prefix: str, under: str | None = None
+    store: Inventory, prefix: str, under: str | None = None, checkpoint: Checkpoint | None = None
 ) -> AsyncIterator[tuple[keys.ChunkAddress, ObjectInfo]]:
-    """Every chunk and item of the namespaces under `prefix`. under: as for `owned`."""
-    async for _, address, info in owned(store, prefix, under):
+    """Every chunk and item of the namespaces under `prefix`. The arguments are those of `owned`."""
+    async for _, address, info in owned(store, prefix, under, checkpoint):
         if address is not None:
             yield address, info

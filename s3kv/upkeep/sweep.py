@@ -1,10 +1,8 @@
 """Sweep of a bucket: deletes the objects used longest ago, to keep to a budget.
 
-Engines may write meanwhile. An object is deleted only if it is still the one that was listed,
-because an engine that has refreshed or replaced it since needs it. So a HEAD can check it again
-just before, and the deletion is conditional on its ETag if the server supports that. Deleting an
-object that was wanted after all costs an engine one request that finds nothing, and computing it
-again.
+Engines may write meanwhile, and need an object that they have refreshed or replaced since it was
+listed. So a HEAD can check it again just before, and the deletion is conditional on its ETag if the
+server supports that. Deleting an object in use costs an engine a miss.
 
 A namespace's manifest and shapes are deleted when the namespace is empty.
 """
@@ -14,20 +12,22 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.objects.keys import Namespace
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import MAX_BATCH, Inventory, ObjectInfo
 from s3kv.upkeep.ages import Ages, Cut
-from s3kv.upkeep.listing import chunks, owned, tried
+from s3kv.upkeep.listing import Checkpoint, chunks, owned, tried
 
 HEADS_AT_ONCE = 32
 REMEMBERED = 100_000
-"""Most of the oldest objects that are held in memory while a bucket is listed, 0.5 KiB each. If
-all victims are among them, the bucket is listed once instead of twice: that is enough to delete
-a twentieth of two million objects."""
+"""Most of the oldest objects held in memory while a bucket is listed, 0.5 KiB each. If all victims
+(a twentieth of two million objects) are among them, it is listed once instead of twice."""
+MOST_HELD = 10_000
+"""Most namespaces, and most manifests and shapes, that one run holds in memory: anyone with write
+access may have added more. The next run deletes more of them."""
 _REPORT_EVERY = 1000
 Report = Callable[[str, int, int | None], None]
 """Called with the activity, the number of items done, and their total (None if not known)."""
@@ -35,11 +35,9 @@ Report = Callable[[str, int, int | None], None]
 
 @dataclass(slots=True)
 class Swept:
-    """The result for one namespace. Bytes and objects are those of chunks and items.
-
-    changed: objects that were selected but stay, because they have been written since they were
-    listed, or the store refuses to delete them; part of those kept.
-    """
+    """The result for one namespace; "others": for all beyond `MOST_HELD`. Counts are of chunks and
+    items. changed: objects that were selected but stay, because they have been written since they
+    were listed, or the store refuses to delete them; part of those kept."""
 
     digest: str
     deleted_objects: int = 0
@@ -86,13 +84,12 @@ class Sweep:
     Times are seconds since the epoch. under: as for `owned`. max_bytes: the most that may be left;
     None for no limit. before_s: objects last written before this go. spare_s: objects last written
     since then stay.
-    look_again: check each object with a HEAD right before it is deleted. Without it an object
-    that was refreshed after it was listed may be deleted.
-    dry_run: count the objects that would be deleted, and delete none.
-    approve: called with the bytes to delete and with all bytes, before any object is deleted; an
-    error that it raises ends the run.
-    checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to
-    delete; an error that it raises ends the run.
+    look_again: check each object with a HEAD right before it is deleted; without it an object that
+    was refreshed after it was listed may be deleted. dry_run: count the objects that would be
+    deleted, and delete none.
+    approve: called with the bytes to delete and with all bytes, before any object is deleted.
+    checkpoint: awaited after every 1,000 keys that are listed, and before every attempt to delete.
+    An error that either raises ends the run.
     """
 
     store: Inventory
@@ -105,12 +102,13 @@ class Sweep:
     dry_run: bool = False
     on_progress: Report = lambda what, done, total: None
     approve: Callable[[int, int], None] = lambda going, held: None
-    checkpoint: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    checkpoint: Checkpoint = lambda: asyncio.sleep(0)
     namespaces: dict[str, Swept] = field(default_factory=dict, init=False)
     oldest_s: float | None = field(default=None, init=False)
     """Last write of the oldest object that the run leaves, to the second; None if there is none."""
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
-    """The manifest and shapes of each namespace."""
+    """The manifest and shapes of each namespace, `_signs_held` in all."""
+    _signs_held: int = field(default=0, init=False)
     _oldest: Oldest = field(default_factory=Oldest, init=False)
 
     @property
@@ -137,19 +135,20 @@ class Sweep:
     async def _survey(self) -> Cut:
         """Count everything, and decide which age is too old."""
         ages, objects = Ages(), 0
-        async for namespace, address, info in owned(self.store, self.prefix, self.under):
-            swept = self._swept(namespace)
+        async for of, address, info in owned(self.store, self.prefix, self.under, self.checkpoint):
+            swept = self._swept(of)
             if address is None:
-                self._signs.setdefault(namespace, []).append(info)
+                if self._signs_held < MOST_HELD:
+                    self._signs_held += 1
+                    self._signs.setdefault(of, []).append(info)
                 continue
             ages.add(info.modified_s, info.nbytes)
-            self._oldest.add(namespace, info)
+            self._oldest.add(of, info)
             swept.kept_objects += 1
             swept.kept_bytes += info.nbytes
             objects += 1
             if objects % _REPORT_EVERY == 0:
                 self.on_progress("counting", objects, None)
-                await self.checkpoint()
         cut = ages.cut(max_bytes=self.max_bytes, before_s=self.before_s)
         if cut.second + cut.width > self.spare_s:
             cut = Cut(math.floor(self.spare_s))
@@ -165,16 +164,17 @@ class Sweep:
             return
         objects = sum(swept.kept_objects for swept in self.namespaces.values())
         seen = 0
-        async for address, info in chunks(self.store, self.prefix, self.under):
+        async for address, info in chunks(self.store, self.prefix, self.under, self.checkpoint):
             seen += 1
             if seen % _REPORT_EVERY == 0:
                 self.on_progress("deleting", min(seen, objects), objects)
-                await self.checkpoint()
             if cut.takes(info.modified_s, info.nbytes):
                 yield self._swept(address.namespace), info
 
     def _swept(self, namespace: Namespace) -> Swept:
-        return self.namespaces.setdefault(namespace.digest, Swept(namespace.digest))
+        is_full = len(self.namespaces) >= MOST_HELD
+        name = "others" if is_full and namespace.digest not in self.namespaces else namespace.digest
+        return self.namespaces.setdefault(name, Swept(name))
 
     async def _delete(self, victims: Sequence[tuple[Swept, ObjectInfo]]) -> None:
         stayed = set() if self.dry_run else await self._delete_unchanged([i for _, i in victims])
@@ -214,7 +214,8 @@ class Sweep:
         if swept.kept_objects > 0:
             return
         if not self.dry_run:
-            async for _ in chunks(self.store, self.prefix, namespace.root):
+            async for _ in chunks(self.store, self.prefix, namespace.root, self.checkpoint):
                 return  # a chunk was written meanwhile
-            await self._delete_unchanged(signs)
+            for at in range(0, len(signs), MAX_BATCH):
+                await self._delete_unchanged(signs[at : at + MAX_BATCH])
         swept.manifest_deleted = True

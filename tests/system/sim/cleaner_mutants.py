@@ -38,7 +38,7 @@ swap("counts_no_use_above", BucketIndex, "use", lambda self, key, now_s: None)
 
 @instead_of(sweep, "owned")
 async def takes_every_object_under_the_prefix_for_its_own(
-    store: ObjectStore, prefix: str, under: str | None = None
+    store: ObjectStore, prefix: str, under: str | None = None, *_: object
 ) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
     mine = Namespace("s3kv", "0" * 32)
     async for info in listing.listed(store, keys.all_namespaces(prefix)):
@@ -48,7 +48,7 @@ async def takes_every_object_under_the_prefix_for_its_own(
 
 @instead_of(sweep, "owned")
 async def lists_the_whole_bucket(
-    store: ObjectStore, prefix: str, under: str | None = None
+    store: ObjectStore, prefix: str, under: str | None = None, *_: object
 ) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
     async for info in listing.listed(store, ""):
         address = keys.parse(info.key)

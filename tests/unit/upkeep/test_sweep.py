@@ -56,6 +56,7 @@ class Bucket(MemoryStore):
         return await super().head(key)
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        assert len(objects) <= sweeping.MAX_BATCH
         for key, data in self.after_look.items():
             await self.write(key, data)
         return await super().delete_many(objects)
@@ -142,6 +143,21 @@ async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace(bucke
     assert await bucket.keys() == {NEW.manifest, NEW.shape("h0-7of8-l0-31of32"), chunk(NEW, 4)}
     assert run.namespaces[OLD.digest].manifest_deleted
     assert not run.namespaces[NEW.digest].manifest_deleted
+
+
+async def test_what_a_run_cannot_hold_is_left_for_the_next(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "MOST_HELD", 3)
+    monkeypatch.setattr(sweeping, "MAX_BATCH", 1)
+    for number in range(5):
+        place = Namespace("s3kv", f"{number:032x}")
+        await bucket.fill(place, [1])
+        await bucket.write(place.manifest, b"{}")
+        await bucket.write(place.shape("whole"), b"")
+    runs = [(await sweep(bucket, max_bytes=0), len(await bucket.keys())) for _ in range(4)]
+    assert [left for _, left in runs] == [7, 4, 1, 0]
+    assert runs[0][0].namespaces["others"].deleted_objects == 2
 
 
 async def test_a_manifest_stays_when_somebody_has_written_meanwhile(bucket: Bucket) -> None:
