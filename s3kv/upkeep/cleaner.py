@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -43,6 +44,8 @@ MIN_AGE_S = 60.0
 deletion counts as listed."""
 REFRESHED = 4
 """Refreshes of an object in use within the time for which unused objects stay."""
+MIN_REFRESH_S = MIN_AGE_S / REFRESHED
+"""Lowest age at which objects are refreshed: younger ones stay, and each refresh is billed."""
 _FULL = 0.8
 """Share of the budget above which objects in use are refreshed: deletions are near."""
 _SWEEPS_PER_IDLE = 10
@@ -60,7 +63,7 @@ class Lease(msgspec.Struct, frozen=True):
     """
 
     holder: str
-    refresh_after_s: float | None = None
+    refresh_after_s: Annotated[float, msgspec.Meta(ge=MIN_REFRESH_S)] | None = None
 
 
 class LeaseLost(Exception):
@@ -93,7 +96,7 @@ class Cleaner:
 
     def __post_init__(self) -> None:
         self.sweeps = self.deleted_objects = self.deleted_bytes = self.failed = 0
-        self._refresh_after_s = self.idle_s / REFRESHED if self.idle_s else None
+        self._refresh_after_s = max(MIN_REFRESH_S, self.idle_s / REFRESHED) if self.idle_s else None
         """Written into the lease while this process holds it."""
         self._key = keys.cleaner(self.prefix)
         self._renewed_s = self._checked_s = self._next_sweep_s = -math.inf
@@ -173,8 +176,7 @@ class Cleaner:
             return came[0], None
 
     def _tell(self, lease: Lease | None) -> None:
-        after_s = None if lease is None else lease.refresh_after_s
-        self.on_refresh_after(after_s or math.inf)  # anyone may have written 0
+        self.on_refresh_after((lease and lease.refresh_after_s) or math.inf)
 
     async def _sweep(self) -> None:
         """Sweep once, and set the time of the next sweep. Raises `LeaseLost` and `StoreError`."""
@@ -199,8 +201,8 @@ class Cleaner:
         left_bytes = total.kept_bytes
         stays_s = [self.idle_s] if self.idle_s else []
         if self.max_bytes and left_bytes > _FULL * self.max_bytes and run.oldest_s is not None:
-            stays_s.append(max(SWEEP_MIN_S, now_s - run.oldest_s))
-        self._refresh_after_s = min(stays_s) / REFRESHED if stays_s else None
+            stays_s.append(now_s - run.oldest_s)
+        self._refresh_after_s = max(MIN_REFRESH_S, min(stays_s) / REFRESHED) if stays_s else None
         self._next_sweep_s = self.clock() + self._pause_s(left_bytes + total.deleted_bytes)
         self._left_bytes, self._left_s = left_bytes, self.clock()
         if not await self._hold():

@@ -1,20 +1,18 @@
 """Refreshing: rewrites objects in use, so rules that delete by age delete only unused ones.
 
-A hit on an object that was last written long ago rewrites it in place: the store copies it onto
-itself, and no bytes move here. Nothing waits for the copy. Copies are sent only while no fetch
-waits, one at a time and at most ten per second. They affect neither breaker nor window, and are
-dropped when the process ends.
+A hit on an object last written long ago rewrites it in place: the store copies it onto itself, and
+no bytes move here. Nothing waits for the copy. Copies are sent while no fetch waits, ten per second
+at most. They affect neither breaker nor window, and are dropped when the process ends.
 
 A use in host memory or on the device does not read the object at all. The end of each fetch and
 upload carries the time for which such uses need not be reported: until the object is due. A later
 use is checked by a HEAD, and counts as a hit. If the object is gone, the planner uploads it
 again. An upload that finds its object already there is such a use: its answer has no age.
 
-Each object is refreshed once per fleet, as far as possible. The copy is conditional on the object
-being unchanged since it was read: of many replicas that read an old object, one rewrites it, and
-the others are refused. A refusal costs as much as a copy. So just past the age a replica tries only
-sometimes, and the first one to succeed spares the others. Uses are reported at similarly random
-times. See docs/decisions/0005-refresh-by-copy.md.
+Each object is refreshed once per fleet, as far as possible: if it was written since it was read,
+the store refuses the copy. A refusal costs as much as a copy. So just past the age a replica tries
+only sometimes, and the first one to succeed spares the others. Uses are reported at similarly
+random times. See docs/decisions/0005-refresh-by-copy.md.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ PAUSE_S = 0.1
 """Pause before each copy. Objects that find the queue full are refreshed on a later hit."""
 _UNAVAILABLE_PAUSE_S = 10.0
 _REFUSED_PAUSE_S = 3600.0
-"""Pause after an error that only a person can fix. Refreshing is not urgent, and resumes without
-a restart of the engine."""
+"""Pause after an error that only a person can fix. Refreshing is not urgent."""
 
 
 class RefreshRule:

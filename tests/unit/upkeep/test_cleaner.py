@@ -19,7 +19,7 @@ from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
-from s3kv.upkeep.cleaner import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Cleaner
+from s3kv.upkeep.cleaner import LEASE_S, LEFT, MIN_REFRESH_S, REFRESHED, SWEEP_MAX_S, Cleaner
 from s3kv.upkeep.refreshing import RefreshRule
 from tests.system.sim.loop import VirtualLoop
 from tests.unit.upkeep.test_sweep import OTHERS
@@ -253,9 +253,10 @@ def test_what_is_not_used_for_long_goes(fleet: Fleet) -> None:
 
 
 def test_nothing_young_goes_though_the_budget_is_exceeded(fleet: Fleet) -> None:
-    fleet.start(1, max_bytes=5 * NBYTES)
+    fleet.start(1, max_bytes=5 * NBYTES, idle_s=1.0)
     fleet.run(3, per_hour=600)
     assert len(fleet.bucket.deleted) > 1_000
+    assert fleet.engines[0].refresh_after_s == MIN_REFRESH_S
 
 
 def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> None:
@@ -324,12 +325,10 @@ def test_of_two_that_take_the_lease_at_once_one_has_it(conditional: bool) -> Non
     "lease",
     [
         *(b"\xff not JSON", b'{"holder": "\xe1("}', b"[]"),
-        *(b'{"holder": "x", "refresh_after_s": ' + after for after in (b"0}", b"0.0}", b"-0.0}")),
+        *(b'{"holder":"x","refresh_after_s":%s}' % n for n in b'0 1e-9 14.9 -60 NaN ""'.split()),
     ],
 )
-def test_a_lease_that_makes_no_sense_is_somebodys_until_it_is_old(
-    lease: bytes, fleet: Fleet
-) -> None:
+def test_a_lease_without_sense_is_somebodys_until_it_is_old(lease: bytes, fleet: Fleet) -> None:
     """Anybody may have written it, and the age of an object is divided by what it says."""
     fleet.bucket._objects[keys.cleaner("s3kv")] = (lease, EPOCH_S)
     fleet.start(1, max_bytes=BUDGET)
