@@ -98,14 +98,9 @@ def verify(config: Config, key: str | None, count: int | None, delete: bool, as_
             picked = await sample(store, config.prefix, count, random.Random(), key)
             picks, total = in_turn(picked), len(picked)
         with show.bars() as on_progress:
-            verifier = Verifier(
-                store,
-                config,
-                found,
-                delete=delete,
-                on_object=lambda checked: on_progress("verifying", checked, total),
-            )
-            await verifier.run(picks)
+            await Verifier(
+                store, config, found, delete, lambda n: on_progress("verifying", n, total)
+            ).run(picks)
         if found == Verification() and key is None:
             await walk.report_empty(store, config.bucket, config.prefix)
 
@@ -232,13 +227,9 @@ def refusal_of(config: Config, address: ChunkAddress, buffer: memoryview) -> Mis
         header = read_header(buffer)
         if sum(tensor.nbytes for tensor in header.tensors) > MAX_PUT_BYTES:
             return "length"
+        digest, group = address.namespace.digest, address.key.group
         expected = ChunkFormat(
-            address.namespace.digest,
-            header.tensors,
-            address.key.group,
-            address.shard,
-            integrity,
-            header.first_block,
+            digest, header.tensors, group, address.shard, integrity, header.first_block
         )
     except CodecError as error:
         return error.refusal
@@ -256,6 +247,10 @@ def _compressed_refusal(
     envelope = Envelope.of(expected)
     if envelope is None or len(buffer) >= expected.object_bytes:
         return "length"
+    header = Decoding(envelope, Place.of(buffer), len(buffer), block_hash, compression.codec())
+    header.advance(header.wanted_bytes)  # before memory is taken for the tensors that it names
+    if header.reason is not None:
+        return header.reason
     place = Place.of(bytearray(expected.object_bytes), expected.header_bytes)
     decoding = Decoding(envelope, place, len(buffer), block_hash, compression.codec())
     decoding.place_of(range(len(buffer))).write(buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from lab.memory_store import MemoryStore
-from s3kv.cli.verify import Verification, Verifier, sample
+from s3kv.cli.verify import Verification, Verifier, refusal_of, sample
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.objects import compression
@@ -82,12 +83,8 @@ def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -
     fill(boto, bad)
     before = left(boto)
     found = verified(run)
-    assert {d["key"]: d["refusal"] for d in found["damaged"]} == {
-        key(3): "digest",
-        key(7): "header",
-        key(11): "block_hash",
-        key(13): "length",
-    }
+    refused = {d["key"]: d["refusal"] for d in found["damaged"]}
+    assert refused == {key(3): "digest", key(7): "header", key(11): "block_hash", key(13): "length"}
     assert left(boto) == before
     text = run("verify", "--delete")
     assert text.exit_code == 1
@@ -115,11 +112,12 @@ def test_a_run_that_breaks_off_reports_its_deletions(
 
 def test_compressed_objects(run: Run, boto: Any) -> None:
     bad = {2: flipped(compressed(2)), 4: compressed(5), 6: compressed(6)[:-1]}
+    bad[8] = compressed(8, (TensorSpec("layer", "BF16", (2**12,)),))  # has no compressed form
     fill(boto, {number: compressed(number) for number in range(8)} | bad)
     found = verified(run)
     assert (found["checked"], found["undecoded"]) == (20, 0)
     refused = {d["key"]: d["refusal"] for d in found["damaged"]}
-    assert refused == {key(2): "digest", key(4): "block_hash", key(6): "length"}
+    assert refused == {key(2): "digest", key(4): "block_hash", key(6): "length", key(8): "length"}
 
 
 def test_without_blosc2_compressed_objects_are_not_called_damaged(
@@ -162,16 +160,18 @@ def test_a_bucket_of_encrypted_objects_is_clean(run: Run, boto: Any) -> None:
     assert "0 objects (0 B) read" in result.stdout
 
 
-def test_a_header_cannot_make_it_allocate_what_it_likes(run: Run, boto: Any) -> None:
-    """One announces 16 GiB, and the other is of a format that has no compressed form."""
-    layout = ChunkFormat(PLACE.digest, (TensorSpec("layer", "BF16", (2**33,)),), 0, SHARD)
-    envelope = Envelope(layout)
+@pytest.mark.parametrize(("gib", "refusal"), [(16, "length"), (1, "block_hash")])
+def test_a_header_cannot_make_it_allocate_what_it_likes(gib: int, refusal: str) -> None:
+    tensors = (TensorSpec("layer", "BF16", (gib * 2**29,)),)
+    envelope = Envelope(ChunkFormat(PLACE.digest, tensors, 0, SHARD))
     count = len(envelope.segments)
     segments = Segments([1] * count, [b"0" * 16] * count, [b"0" * 32] * count)
-    put(boto, key(1), envelope.header(block_hash(1), segments) + bytes(count))
-    put(boto, key(2), compressed(2, (TensorSpec("layer", "BF16", (2**12,)),)))
-    damaged = verified(run)["damaged"]
-    assert {d["key"]: d["refusal"] for d in damaged} == {key(1): "length", key(2): "length"}
+    data = envelope.header(block_hash(2), segments) + bytes(count)
+    address = ChunkAddress(PLACE, ChunkKey(0, block_hash(1)), SHARD)
+    tracemalloc.start()
+    assert refusal_of(Config(bucket="bkt"), address, memoryview(data)) == refusal
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
 
 
 def test_one_object_and_one_that_is_not_there(run: Run, boto: Any) -> None:
