@@ -294,8 +294,8 @@ def read_stream(direction: object, stream: bytes, step: int) -> None:
 def manifests(data: bytes) -> None:
     """What somebody else has put at a namespace's root, as it is shown."""
     for name in leaves(data[:MAX_MANIFEST_BYTES]) or ():
-        if len(name) > 1000:
-            raise Wrong(f"a name of {len(name)} characters")
+        if len(name) > 1000 or not name.isprintable():
+            raise Wrong(f"a name of {len(name)} characters, {name[:100]!r}")
 
 
 DOWN = wire.encode(

@@ -13,7 +13,7 @@ from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.types import ChunkKey
 from tests.unit.cli.conftest import SHARD, Run, put, refused
 
-HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256}
+HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256, "\x1b[2J": 1}
 FULL = {"model": {"name": "m@main", "dtype": "float"}, "chunk_tokens": 256}
 HALVES, FULLS = (Namespace("s3kv", fingerprint_digest(f)) for f in (HALF, FULL))
 GC = ("gc", "--max-bytes", "0")
@@ -83,6 +83,7 @@ def test_the_summary_tells_namespaces_apart(run: Run) -> None:
     assert ["total", "31", "400", "B"] in found
     assert ["under", "1", "h", "400", "B"] in found
     assert [HALVES.digest, "model.dtype", '"half"'] in found
+    assert [HALVES.digest, r"\u001b[2J", "1"] in found
     assert [FULLS.digest, "model.dtype", '"float"'] in found
     assert [NAMELESS.digest, *["no", "manifest", "of", "its", "own"]] in found
     assert "chunk_tokens" not in text

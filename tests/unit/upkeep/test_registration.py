@@ -73,12 +73,14 @@ def test_the_names_of_the_fields_of_others_are_cut_short(
     found = leaves(opening + b"[" + b",".join([b"1"] * values) + b"]" + closing)
     assert found
     assert max(map(len, found)) <= 1000
+    assert leaves(b'{"k":[1' + b",1" * 10_000 + b"]}") is None
 
 
 def test_every_value_has_the_names_of_all_around_it() -> None:
     tree = {"a": {"b": [1, {"c": None}]}, "d": [], "e": {}, "": {"f": "x"}, "g": [[2, 3]]}
+    tree["\x1b"] = 4  # as JSON has it: raw, it would control a terminal
     named = {"a.b.0": "1", "a.b.1.c": "null", "d": "[]", "e": "{}", "f": '"x"'}
-    assert leaves(json.dumps(tree).encode()) == named | {"g.0.0": "2", "g.0.1": "3"}
+    assert leaves(json.dumps(tree).encode()) == named | {"g.0.0": "2", "g.0.1": "3", r"\u001b": "4"}
 
 
 async def test_a_manifest_that_is_damaged_is_said_to_be() -> None:
