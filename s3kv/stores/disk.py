@@ -81,7 +81,7 @@ class Directory:
         it may work again later, and its engine has to start."""
         directory = cls(Path(path), prefix, most_bytes)
         try:
-            os.makedirs(path, mode=0o700, exist_ok=True)
+            _make_folder(directory.path)
             directory._make_folders()
         except _WRONG_SETTING as error:
             raise ConfigError(f"disk_path {path!r} cannot be used: {error.strerror}") from error
@@ -90,10 +90,9 @@ class Directory:
         return directory
 
     def _make_folders(self) -> None:
-        _check_owner(str(self.path))
-        for folder in (f"{self.path}/{name}" for name in _FOLDERS):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, mode=0o700)
+        _check_owner(self.path)
+        for folder in (self.path / name for name in _FOLDERS):
+            _make_folder(folder)
             _check_owner(folder)
 
     def file_of(self, key: str) -> Path:
@@ -137,8 +136,7 @@ class Directory:
         path, nbytes = self.file_of(key), place.nbytes
         if os.path.exists(path):
             return "there"
-        reserved = self._reserve(nbytes)
-        if reserved is None:
+        if (reserved := self._reserve(nbytes)) is None:
             return "full"
         result: Written = "over"
         fd, temporary = reserved
@@ -155,7 +153,7 @@ class Directory:
 
     def _rename(self, temporary: str, path: Path) -> Written:
         """Give a whole file its name, unless another writer was faster."""
-        os.makedirs(path.parent, mode=0o700, exist_ok=True)
+        _make_folder(path.parent)
         with self._locked():
             if os.path.exists(path):
                 return "there"
@@ -174,9 +172,7 @@ class Directory:
 
     def used_bytes(self) -> int | None:
         """The bytes of all files, with those reserved for writers; None before the first scan.
-
-        Recreates deleted folders, but not the directory: its disk may be unmounted.
-        """
+        Recreates deleted folders, but not the directory: its disk may be unmounted."""
         self._make_folders()
         with self._locked() as fd:
             return _read_used(fd)
@@ -274,7 +270,15 @@ def _unless_gone(error: OSError) -> None:
         raise error
 
 
-def _check_owner(folder: str) -> None:
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, all for this user alone."""
+    if folder != folder.parent and not os.path.exists(folder.parent):
+        _make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, mode=0o700)
+
+
+def _check_owner(folder: Path) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(0, f"{folder} is not a directory (nor may it be a link to one)")

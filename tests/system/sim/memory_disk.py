@@ -300,16 +300,8 @@ class Kernel:
         if not file.damaged:
             disk.check_object(key_of(target), bytes(file.data))
 
-    def makedirs(
-        self, path: str | os.PathLike[str], mode: int = 0o777, exist_ok: bool = False
-    ) -> None:
+    def mkdir(self, path: str | os.PathLike[str], mode: int = 0o777) -> None:
         path = os.fspath(path)
-        self._enter(path, changes=path not in self.disk.folders)
-        while path not in self.disk.folders:
-            self.disk.folders.add(path)
-            path = posixpath.dirname(path)
-
-    def mkdir(self, path: str, mode: int = 0o777) -> None:
         self._enter(path, changes=path not in self.disk.folders)
         if posixpath.dirname(path) not in self.disk.folders:
             raise _error("ENOENT", path)
@@ -444,8 +436,8 @@ class _Paths:
 def under() -> contextlib.AbstractContextManager[Any]:
     """During the block, `Directory` uses the disk in memory."""
     calls = (
-        "open close fstat lstat utime preadv pread pwritev pwrite truncate unlink rename makedirs "
-        "mkdir scandir walk statvfs"
+        "open close fstat lstat utime preadv pread pwritev pwrite truncate unlink rename mkdir "
+        "scandir walk statvfs"
     )
     fakes = {
         "os": _Calls(os, calls, path=_Paths, geteuid=os.geteuid, posix_fadvise=lambda *of: None),

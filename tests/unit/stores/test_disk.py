@@ -205,11 +205,11 @@ def test_the_file_of_another_user_is_not_read(directory: Directory, monkeypatch:
         read(directory, 1)
 
 
-def test_a_directory_is_made_for_its_user_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b"
-    Directory.open(str(path), "s3kv", 1)
-    Directory.open(str(path), "s3kv", 1)
-    assert {os.stat(folder).st_mode & 0o777 for folder in (path, path / LAYOUT)} == {0o700}
+def test_every_folder_is_made_for_its_user_alone(directory: Directory, tmp_path: Path) -> None:
+    write(directory, 1, 100)
+    for path in (directory.path, tmp_path / "a" / "b"):
+        Directory.open(str(path), "s3kv", 1)
+    assert {os.stat(folder).st_mode & 0o777 for folder, _, _ in os.walk(tmp_path)} == {0o700}
 
 
 @pytest.mark.parametrize("trouble", ["link", "file", "open to others", "another's", "below a file"])

@@ -412,7 +412,7 @@ async def test_a_disk_that_hangs_at_start_keeps_nobody_from_starting(
 ) -> None:
     for module in (process, source):
         monkeypatch.setattr(module, "PATIENCE_S", 0.5)
-    hold.all("makedirs")
+    hold.all("mkdir")
     rig.hold(bucket, 1)
     how = {"disk_path": str(tmp_path / "cache"), "disk_bytes": 2**30}
     async with rig.serving(bucket, **how) as (worker, _):
