@@ -17,8 +17,8 @@ from s3kv.place import Place
 from s3kv.stores.store import Receiver, landing
 
 TEXT_LIMIT_BYTES = 8 * 2**20
-"""Longest body kept outside a caller's buffer (errors, listings). A page of 1,000 keys of
-1,024 escaped bytes has about 3.5 MB; no error comes near that."""
+"""Longest body kept outside a caller's buffer: a page of 1,000 long keys, escaped, has 3.5 MB."""
+_MOST_INTERIM_HEADS = 10
 EMPTY = Place.of(b"")
 _CONTENT_RANGE = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})"
 OBJECT = (200, 206)
@@ -103,7 +103,7 @@ class Exchange:
         self.begun = False
         """Whether any byte of an answer has arrived."""
         self._request = request
-        self._filled = self._wanted = 0
+        self._filled = self._wanted = self._interim_heads = 0
         self._unfilled: list[memoryview] = []
         """The memory for the rest of the body, in order; none is empty."""
         self._text = bytearray()
@@ -153,6 +153,10 @@ class Exchange:
                     if event.status_code != self._request.wanted:
                         return self._finish(reusable=False)
                     return self._receive_in_place(into, event)
+            elif isinstance(event, h11.InformationalResponse):
+                self._interim_heads += 1
+                if self._interim_heads > _MOST_INTERIM_HEADS:
+                    raise BadAnswer(f"more than {_MOST_INTERIM_HEADS} heads with a status 1xx")
             elif isinstance(event, h11.Data):
                 self._text += event.data
                 if len(self._text) > TEXT_LIMIT_BYTES:
@@ -162,7 +166,6 @@ class Exchange:
                 self._finish(self._keeps_alive() and not self._parser.trailing_data[0])
             elif event is h11.NEED_DATA or event is h11.PAUSED:
                 return None
-        return None
 
     def _receive_in_place(self, into: Place, head: h11.Response) -> None:
         headers = _readable(head)
@@ -183,7 +186,6 @@ class Exchange:
             self._note(taken)
         if taken == self._wanted:
             self._finish(reusable=self._keeps_alive() and taken == len(first))
-        return None
 
     def _note(self, nbytes: int) -> None:
         self._filled += nbytes

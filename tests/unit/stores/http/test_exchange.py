@@ -10,6 +10,7 @@ from s3kv.stores.store import Receiver
 from tests.unit.stores.suite import Recorder
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: abc\r\n\r\n"
+HINT = b"HTTP/1.1 103 -\r\n\r\n"
 
 
 def reading(into: Place | None, receiver: Receiver | None = None, wanted: int = 200) -> Exchange:
@@ -36,7 +37,7 @@ def test_a_body_is_received_in_place(piece: int, seam: int) -> None:
     buffer = bytearray(b"untouched")
     view = memoryview(buffer)
     exchange = reading(Place(view[:seam], view[seam:]))
-    feed(exchange, OK + b"hello", piece)
+    feed(exchange, HINT * 10 + OK + b"hello", piece)
     assert (exchange.response.status, exchange.response.nbytes) == (200, 5)
     assert exchange.response.headers["etag"] == "abc"
     assert bytes(buffer) == b"helloched"
@@ -44,8 +45,6 @@ def test_a_body_is_received_in_place(piece: int, seam: int) -> None:
 
 
 RANGE = b"HTTP/1.1 206 -\r\nContent-Length: 5\r\nContent-Range: bytes 1-5/9\r\n\r\n"
-
-
 SHORT = b"HTTP/1.1 206 -\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/4\r\n\r\n"
 
 
@@ -166,6 +165,11 @@ def test_an_endless_text_is_cut() -> None:
     feed(exchange, head + b"x" * (TEXT_LIMIT_BYTES + 1), 2**20)
     assert len(exchange.response.body) == TEXT_LIMIT_BYTES
     assert not exchange.reusable
+
+
+def test_a_peer_that_begins_no_answer_is_given_up() -> None:
+    with pytest.raises(BadAnswer, match="1xx"):
+        feed(reading(None), HINT * 11, 1000)
 
 
 @pytest.mark.parametrize(
