@@ -5,6 +5,8 @@ No error message contains any part of a secret.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from s3kv.config import KEYS_VARIABLE, SECRET_VARIABLE, Config, count
 from s3kv.errors import ConfigError
 
+_warn_once = functools.cache(logging.getLogger("s3kv").warning)
 _SECRET_MIN_BYTES = 16
 _MOST_MASTER_KEYS = 4
 """Each key after the first costs one request per absent chunk."""
@@ -59,6 +62,8 @@ def _read(setting: str, path: str | None, variable: str) -> tuple[str, bytes]:
         return f"the environment variable {variable}", os.fsencode(os.environ.get(variable, ""))
     where = f"{setting} {path!r}"
     try:
+        if os.stat(path).st_mode & 0o004:
+            _warn_once("every user of this host may read %s: `chmod o-r` it", where)
         return where, Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error

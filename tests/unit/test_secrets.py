@@ -31,18 +31,25 @@ def config(path: Path | None = None) -> Config:
         *((f"kms:{base64.b64encode(bytes(n)).decode()}",) * 2 for n in (1, 2, 3)),
     ],
 )
-@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("mode", [None, 0o640, 0o604])
 def test_keys_from_either_place(
-    text: str, keys: list[str], in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str,
+    keys: list[str],
+    mode: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv(KEYS_VARIABLE, "not these" if in_file else text)
+    monkeypatch.setenv(KEYS_VARIABLE, "not these" if mode else text)
     path = tmp_path / "keys"
     path.write_text(text)
-    where, found = encryption_keys(config(path if in_file else None))
+    path.chmod(mode or 0)
+    for _ in range(2):
+        where, found = encryption_keys(config(path if mode else None))
     assert found == ([keys] if isinstance(keys, str) else keys)
-    assert where == (
-        f"encryption_keys_file '{path}'" if in_file else f"the environment variable {KEYS_VARIABLE}"
-    )
+    file = f"encryption_keys_file '{path}'"
+    assert where == (file if mode else f"the environment variable {KEYS_VARIABLE}")
+    assert caplog.text.count(f"every user of this host may read {file}") == (mode == 0o604)
 
 
 BAD = {
