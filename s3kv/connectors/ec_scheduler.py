@@ -119,9 +119,8 @@ class ECSchedulerSide(Guarded):
         wait = partial(wait_for_bucket, config=self._config)
         # No node is preferred: workers on several nodes may load from this slab.
         self._tier = tier = open_tier(self._config.host_bytes, self._introduce, wait=wait)
-        slab = WorkerHandshake(
-            tier.handshake.namespace_digest, 1, tier.slab.nbytes, known=tier.known
-        )
+        digest, nbytes = tier.handshake.namespace_digest, tier.slab.nbytes
+        slab = WorkerHandshake(digest, 1, nbytes, known=tier.known)
         logger.log(*start_line(self._config, [slab], may_load=True, may_save=may_save))
 
     def _introduce(self, slab: Slab) -> Handshake:
@@ -131,11 +130,9 @@ class ECSchedulerSide(Guarded):
         words = set(offer_slab(names, slab, START_TIMEOUT_S))
         if len(words) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(words)}")
-        config, word = self._config, words.pop().decode("ascii")
-        integrity = Integrity.of(config)
-        return Handshake(
-            config, config.prefix, word, SHARD, {}, item_dtype=self._dtype, integrity=integrity
-        )
+        config, dtype, word = self._config, self._dtype, words.pop().decode("ascii")
+        mode = Integrity.of(config)
+        return Handshake(config, config.prefix, word, SHARD, {}, item_dtype=dtype, integrity=mode)
 
     def _make_planner(self, may_load: bool, may_save: bool) -> ECPlanner:
         config, vllm_config = self._config, self._vllm_config
@@ -200,8 +197,8 @@ class ECSchedulerSide(Guarded):
     def _item(self, request: Request, index: int) -> Wanted | None:
         if self._adapts_towers and request.lora_request is not None:
             return None
-        feature, trusts = request.mm_features[index], self._config.trust_media_names
-        item = wanted(feature, self._digests, self._salt, trust_media_names=trusts)
+        trusts = self._config.trust_media_names
+        item = wanted(request, index, self._digests, self._salt, trust_media_names=trusts)
         if item is None:
             self.planner.counters["items_untrusted"] += 1
         return item

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.distributed.ec_transfer.ec_connector import base
 
 from s3kv.config import Config
@@ -24,7 +23,7 @@ from s3kv.types import ChunkKey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
 
 _PASSED_THROUGH = "prompt_embeds"
 """The modality that is not encoded, because the client sends the embeddings."""
@@ -48,9 +47,8 @@ def check_supported(config: Config, vllm_config: VllmConfig) -> None:
 
 def item_dtype(vllm_config: VllmConfig) -> str:
     """The dtype of all items, as safetensors names it. Raises `UnsupportedError`."""
-    dtype: torch.dtype = vllm_config.model_config.dtype
     try:
-        return dtype_name(dtype)
+        return dtype_name(vllm_config.model_config.dtype)
     except ValueError as error:
         raise UnsupportedError(f"the model's dtype cannot be stored: {error}") from error
 
@@ -62,9 +60,11 @@ def worker_rendezvous(vllm_config: VllmConfig, tp_rank: int) -> str:
 
 
 def wanted(
-    feature: MultiModalFeatureSpec, digests: MediaDigests, salt: bytes, *, trust_media_names: bool
+    request: Request, index: int, digests: MediaDigests, salt: bytes, *, trust_media_names: bool
 ) -> Wanted | None:
-    """The `salted` item of a feature that no adapter changes; None if its content is unknown."""
+    """The `salted` item of a feature that no adapter changes; None if its content is unknown. The
+    item's identity covers the request's `cache_salt`, so tenants with salts share none."""
+    feature = request.mm_features[index]
     if feature.modality == _PASSED_THROUGH:
         return None
     content = None if trust_media_names else digests.of(feature)
@@ -72,9 +72,10 @@ def wanted(
         return None
     rows = feature.mm_position.get_num_embeds()
     name = f"name:{feature.identifier}" if content is None else f"content:{content.hex()}"
-    # The text that json.dumps gives for these four with sorted keys, without its dozen calls.
+    # The text that json.dumps gives for these with sorted keys, without its dozen calls.
     item, modality = _quoted(name), _quoted(feature.modality)
-    identity = f'{{"adapter":"","item":{item},"modality":{modality},"rows":{rows}}}'
+    tenant = f'"cache_salt":{_quoted(request.cache_salt)},' if request.cache_salt else ""
+    identity = f'{{"adapter":"",{tenant}"item":{item},"modality":{modality},"rows":{rows}}}'
     key = ChunkKey(GROUP, salted(hashlib.sha256(identity.encode()).digest(), salt))
     return Wanted(feature.identifier, key, rows, feature.modality)
 

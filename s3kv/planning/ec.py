@@ -9,7 +9,7 @@ The life of a request, from `meet` to `finished`:
 These rules make it safe:
 - `promise` returns only items in host memory, and pins each until every step that could load it
   has ended (`steps_inflight`). No promised item can therefore be evicted.
-- An item's key covers the number of rows, so one identifier with two sizes names two items.
+- An item's key covers its rows and its request's salt, so one identifier may name several items.
 - The ledger's rules for fetches apply.
 
 Scheduler process, one thread. Times are arguments (seconds, monotonic).

@@ -235,37 +235,34 @@ def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
     ],
 )
 def test_an_image_is_saved_if_its_kv_may_be(side: ECSchedulerSide, params: Any, saved: int) -> None:
-    one = request("r", feature(offset=10, length=100))
-    one.kv_transfer_params = params
+    one = request("r", feature(offset=10, length=100), kv_transfer_params=params)
     side.ensure(one, 0)
     side.allocated(one, 0)
     assert len(side.plan(output()).saves) == saved
 
 
 def test_a_request_that_must_not_load_asks_for_no_image(side: ECSchedulerSide) -> None:
-    one = request("r", feature())
-    one.kv_transfer_params = {"s3kv": {"load": False}}
+    one = request("r", feature(), kv_transfer_params={"s3kv": {"load": False}})
     assert side.ensure(one, 0)
     assert side.planner.take_fetches() == []
 
 
 @pytest.mark.parametrize(
-    ("computed_tokens", "params", "lora"),
+    ("computed_tokens", "more"),
     [
-        (0, {"s3kv": {"load": False}}, None),
-        (50, None, None),
-        (0, None, SimpleNamespace(name="an adapter")),
+        (0, {"kv_transfer_params": {"s3kv": {"load": False}}}),
+        (50, {}),
+        (0, {"lora_request": SimpleNamespace(name="an adapter")}),
     ],
     ids=["loads nothing", "has its tokens", "is not cached"],
 )
 def test_a_name_is_promised_to_nobody_while_a_request_means_another_image_by_it(
-    side: ECSchedulerSide, computed_tokens: int, params: Any, lora: Any
+    side: ECSchedulerSide, computed_tokens: int, more: dict[str, Any]
 ) -> None:
     """vLLM asks by name alone, and would end with rows of another number."""
     side._adapts_towers = True
     arrive(side, request("r", picture("cat", length=100)))
-    other = request("s", picture("cat", value=2.0, length=50), lora=lora)
-    other.kv_transfer_params = params
+    other = request("s", picture("cat", value=2.0, length=50), **more)
     assert side.has("cat")
     assert side.ensure(other, computed_tokens)
     assert not side.has("cat"), "nor what was promised in this pass to a request that did not fit"
@@ -282,6 +279,21 @@ def test_a_request_with_two_images_of_one_name_is_promised_neither(side: ECSched
     assert not side.has("cat")
     side.on_finished(one)
     assert side.planner._names == {}
+
+
+def test_tenants_with_salts_share_no_item(side: ECSchedulerSide) -> None:
+    """vLLM asks by name alone, so it is promised neither while both live."""
+    one, other = (request(salt, feature(), cache_salt=salt) for salt in "ab")
+    arrive(side, one)
+    assert side.has(HASH)
+    assert not side.ensure(other, 0), "it asks for an item of its own"
+    (fetch,) = side.planner.take_fetches()
+    assert not side.has(HASH)
+    side.allocated(other, 0)
+    assert [save.key for save in side.plan(output()).saves] == [fetch.key]
+    side.on_finished(other)
+    assert side.has(HASH)
+    check(side.planner)
 
 
 def test_no_item_outlives_the_encoder_that_made_it(side: ECSchedulerSide) -> None:

@@ -99,14 +99,14 @@ def feature(
     return picture(identifier, value=value, offset=offset, length=length, modality=modality)
 
 
-def request(name: str, *features: MultiModalFeatureSpec, lora: Any = None) -> Any:
-    return SimpleNamespace(
-        request_id=name, mm_features=list(features), lora_request=lora, kv_transfer_params=None
-    )
+def request(name: str, *features: MultiModalFeatureSpec, **more: Any) -> Any:
+    plain = dict.fromkeys(("kv_transfer_params", "lora_request", "cache_salt"))
+    return SimpleNamespace(**plain | more, request_id=name, mm_features=list(features))
 
 
-def key(item: MultiModalFeatureSpec, *, trusted: bool = False) -> bytes | None:
-    found = wanted(item, MediaDigests(), b"", trust_media_names=trusted)
+def key(item: MultiModalFeatureSpec, salt: Any = None, *, trusted: bool = False) -> bytes | None:
+    one = request("r", item, cache_salt=salt)
+    found = wanted(one, 0, MediaDigests(), b"", trust_media_names=trusted)
     return None if found is None else found.key.block_hash
 
 
@@ -122,9 +122,10 @@ def test_an_items_key_is_of_its_content_or_of_a_trusted_name() -> None:
     assert key(picture("a", modality="video")) != key(one) == key(picture("a", offset=7))
 
 
+@pytest.mark.parametrize("salt", [{}, {"cache_salt": 'naïve "\\ \n🖼'}])
 @pytest.mark.parametrize("name", ["content:ab", 'a "quoted\\ one', "naïve\n🖼"])
-def test_an_items_key_is_the_hash_of_canonical_json(name: str) -> None:
-    fields = {"item": f"name:{name}", "modality": "vision_chunk", "rows": 100, "adapter": ""}
+def test_an_items_key_is_the_hash_of_canonical_json(name: str, salt: dict[str, str]) -> None:
+    fields = {"item": f"name:{name}", "modality": "vision_chunk", "rows": 100, "adapter": ""} | salt
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     item = feature(name, modality="vision_chunk")
-    assert key(item, trusted=True) == hashlib.sha256(text.encode()).digest()
+    assert key(item, salt.get("cache_salt"), trusted=True) == hashlib.sha256(text.encode()).digest()
