@@ -25,7 +25,7 @@ from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.connectors.linger import is_in_lockstep
-from s3kv.connectors.log import join_vllm_log
+from s3kv.connectors.log import join_vllm_log, warn_of_weak_hashes
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.messages import EMPTY_PLAN, StepPlan
@@ -65,6 +65,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         sizes = geometry(config, vllm_config, kv_cache_config)
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
+            warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
             scheduling = vllm_config.scheduler_config
             drafts = vllm_config.speculative_config is not None
             self._scheduler = SchedulerSide(

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Sizes of blocks, block hashes and chunks, in tokens, and the coverages. They are equal
-    on every rank.
+    """Sizes of blocks, block hashes and chunks, in tokens, and the coverages; equal on every rank.
 
     block_tokens: the least number of tokens that is a whole number of blocks in every group.
     """

@@ -225,8 +225,15 @@ class PromptTraffic(TrafficLine):
 def warn_of_uploads_left(left: int, noun: str, drain_timeout_s: float) -> None:
     """Log that `left` uploads did not end in time, if there are any."""
     if left:
+        text = "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s"
+        logger.warning(text, drain_timeout_s, count(left, noun))
+
+
+def warn_of_weak_hashes(algorithm: str) -> None:
+    """Log a warning if clients can construct different prompts with one block hash."""
+    if algorithm.startswith("xxhash"):
         logger.warning(
-            "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",
-            drain_timeout_s,
-            count(left, noun),
+            "s3kv: prefix_caching_hash_algo is %r. Clients can make prompts collide: one is then "
+            "answered with another's KV. If not all clients are trusted, use sha256 or sha256_cbor",
+            algorithm,
         )

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from s3kv.config import Config
 from s3kv.connectors.kv_groups import check_prefixes_suffice, layers_of
 from s3kv.connectors.kv_translate import check_hashes_are_stable, check_steps_end_whole
+from s3kv.connectors.log import warn_of_weak_hashes
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.request_hashes import cover_inputs
 from s3kv.errors import ConfigError, UnsupportedError
@@ -59,6 +60,7 @@ def check_requests_are_known(
         )
     check_steps_end_whole(vllm_config)
     check_hashes_are_stable(vllm_config)
+    warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
     if vllm_config.lora_config is not None:
         raise UnsupportedError(
             "vLLM's keys have the names of adapters (LoRA) and not their content, and a tier sees "

@@ -72,6 +72,12 @@ EXPERTS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+TRANSFER: dict[str, Any] = {
+    "kv_connector": "S3KVConnector",
+    "kv_connector_module_path": "s3kv.connectors",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"bucket": "bucket"},
+}
 
 
 @pytest.mark.parametrize(
@@ -86,13 +92,7 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
     path = models.build(tmp_path, models.TINY)
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | experts))
-    transfer = {
-        "kv_connector": "S3KVConnector",
-        "kv_connector_module_path": "s3kv.connectors",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"bucket": "bucket"},
-    }
-    config = configured(path, data_parallel_size=ranks, kv_transfer_config=transfer)
+    config = configured(path, data_parallel_size=ranks, kv_transfer_config=TRANSFER)
     scheduler = S3KVConnector(config, KVConnectorRole.SCHEDULER, groups(FULL))._scheduler
     scheduler.set_workers([HANDSHAKE])
     assert looked_up(scheduler, request("r", chunks=16)) == (None, False)
@@ -109,11 +109,7 @@ def test_a_session_ends_saves_beside_drafts_that_are_verified_within_the_step(
     tiny_config: Any, drafts: bool, ahead: bool, saves: bool
 ) -> None:
     config = copy.copy(tiny_config)
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="S3KVConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"bucket": "bucket"},
-    )
+    config.kv_transfer_config = KVTransferConfig(**TRANSFER)
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = ahead
     speculative: Any = SimpleNamespace(use_eagle=lambda: False)

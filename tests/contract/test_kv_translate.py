@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import PoolerConfig
+from vllm.config import KVTransferConfig, PoolerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from lab import models
 from s3kv.config import Config
+from s3kv.connectors import S3KVConnector
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     check_supported,
@@ -27,18 +29,23 @@ from s3kv.connectors.tier_setup import check_requests_are_known
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SIZES, configured, groups
+from tests.contract.test_kv import TRANSFER
 
 
-def test_random_hashes_are_refused(
-    tiny_config: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("algo", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+def test_hashes_by_xxh3_need_a_seed_and_are_warned_of(
+    tiny_config: Any, algo: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = models.build(directory, models.TINY)
+    weak = algo.startswith("xxhash")
+    monkeypatch.setattr(tiny_config.cache_config, "prefix_caching_hash_algo", algo)
+    monkeypatch.setattr(tiny_config, "kv_transfer_config", KVTransferConfig(**TRANSFER))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigError, match=r"prefix_caching_hash_algo is 'xxhash'.*PYTHONHASHSEED"):
-        check_supported(configured(model, prefix_caching_hash_algo="xxhash"), groups(FULL))
-    check_supported(tiny_config, groups(FULL))
+    with pytest.raises(ConfigError, match=f"'{algo}'.*SEED") if weak else contextlib.nullcontext():
+        check_supported(tiny_config, groups(FULL))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    check_supported(configured(model, prefix_caching_hash_algo="xxhash"), groups(FULL))
+    S3KVConnector(tiny_config, KVConnectorRole.SCHEDULER, groups(FULL))
+    check_requests_are_known(Config(bucket="bucket"), tiny_config, groups(FULL))
+    assert caplog.text.count("use sha256 or sha256_cbor") == 2 * weak, "connector and tier"
 
 
 @pytest.mark.parametrize(
