@@ -6,9 +6,9 @@ happens before the scheduler's side is up, so every worker can reach all items p
 
 A worker listens on an abstract Unix socket, which leaves no file behind; it is up before the
 scheduler's side is created. The slab's descriptor is sent as ancillary data. A worker accepts a
-slab only from its own process or its parent, as reported by the kernel (SO_PEERCRED), so no other
-process on the machine can offer it one. A worker on another machine, or one started by Ray, cannot
-be reached; nothing is then loaded from this slab.
+slab only from its own process or its parent, and the scheduler sends one only to a process of its
+own user, as reported by the kernel (SO_PEERCRED). A worker on another machine, or one started by
+Ray, cannot be reached; nothing is then loaded from this slab.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 from s3kv.errors import UnsupportedError
 from s3kv.host.slab import Slab
+from s3kv.types import once_a_minute
 
 logger = logging.getLogger("s3kv")
 
@@ -58,16 +59,16 @@ class SlabTaker:
         self._thread.start()
 
     def _serve(self) -> None:
+        may_log = once_a_minute(time.monotonic)
         with contextlib.suppress(OSError):  # closed before a peer connected
             while self._offerer is None:
                 peer, _ = self._sock.accept()
-                if not _is_ours(peer):
-                    logger.warning(
-                        "s3kv: refused a slab that neither this process nor its parent offered"
-                    )
-                    peer.close()
+                if _own_process(peer) in (os.getpid(), os.getppid()):
+                    self._offerer = peer
                     continue
-                self._offerer = peer
+                peer.close()
+                if may_log("refused"):
+                    logger.warning("s3kv: refused a slab of neither this process nor its parent")
         if self._offerer is not None:
             self._receive(self._offerer)
 
@@ -103,7 +104,9 @@ def offer_slab(names: Sequence[str], slab: Slab, timeout_s: float) -> list[bytes
     deadline_s = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         try:
-            workers = [stack.enter_context(_offer(name, slab, timeout_s)) for name in names]
+            workers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in names]
+            for worker, name in zip(workers, names, strict=True):
+                _offer(worker, name, slab, timeout_s)
             return [_word_of(worker, deadline_s) for worker in workers]
         except OSError as error:
             raise UnsupportedError(
@@ -113,16 +116,12 @@ def offer_slab(names: Sequence[str], slab: Slab, timeout_s: float) -> list[bytes
             ) from error
 
 
-def _offer(name: str, slab: Slab, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(name)
-        socket.send_fds(sock, [b"\0"], [slab.fd])
-    except OSError:
-        sock.close()
-        raise
-    return sock
+def _offer(worker: socket.socket, name: str, slab: Slab, timeout_s: float) -> None:
+    worker.settimeout(timeout_s)
+    worker.connect(name)
+    if _own_process(worker) is None:
+        raise PermissionError("a process of another user listens under its name")
+    socket.send_fds(worker, [b"\0"], [slab.fd])
 
 
 def _word_of(worker: socket.socket, deadline_s: float) -> bytes:
@@ -133,6 +132,7 @@ def _word_of(worker: socket.socket, deadline_s: float) -> bytes:
     return word
 
 
-def _is_ours(peer: socket.socket) -> bool:
+def _own_process(peer: socket.socket) -> int | None:
+    """The process at the other end; None if it has another user."""
     pid, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return uid == os.getuid() and pid in (os.getpid(), os.getppid())
+    return int(pid) if uid == os.getuid() else None
