@@ -227,6 +227,7 @@ KV_METRICS: Mapping[str, Metric] = {
     ),
     **_fetches("Chunks", ", per rank"),
     "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of computing."),
+    "requests_untrusted": Metric("Requests not cached because the content of media was uncertain."),
     "load_ok": Metric("Requests whose chunks were copied to the device, per rank."),
     "load_bytes": Metric("Bytes copied from host memory to the device."),
     "load_seconds": _seconds(

@@ -342,8 +342,8 @@ class SchedulerSide(Guarded):
         return True
 
     def stats(self) -> S3KVStats | None:
-        values = self._telemetry.take(self._read_gauges, self.planner.counters)
-        return S3KVStats(data=values) if values else None
+        data = self._telemetry.take(self._read_gauges, self.planner.counters, self._hashes.counters)
+        return S3KVStats(data=data) if data else None
 
     @guarded(default=dict)
     def _read_gauges(self) -> Values:

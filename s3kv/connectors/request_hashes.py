@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core import kv_cache_utils
 
 from s3kv.connectors.media import MediaDigests, MediaNames, placed
+from s3kv.types import Tally
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -141,6 +142,7 @@ class RequestHashes:
         self._block_tokens = block_tokens
         self._digests = MediaDigests()
         self._names = MediaNames()
+        self.counters = Tally()
         self._used: dict[str, tuple[str, ...]] = {}
         """The names of each living request's media, in their order."""
         self._barred: set[str] = set()
@@ -181,12 +183,12 @@ class RequestHashes:
         self._used[request.request_id] = tuple(feature.identifier for feature in features)
         contents, disputed = [], False
         for feature in features:
-            content = self._digests.of(feature)
-            if content is not None:
+            if (content := self._digests.of(feature)) is not None:
                 content = placed(feature, content)
                 contents.append(content)
             disputed |= self._is_disputed(feature.identifier, content)
         if disputed:
+            self.counters["requests_untrusted"] += 1
             known = all(self._names.has(feature.identifier) for feature in features)
             self._warn_once(_UNKNOWN_MEDIA if known else _TOO_MANY_MEDIA)
         return None if disputed else contents
@@ -206,8 +208,7 @@ class RequestHashes:
             return
         known = self._used.get(request_id, ())
         new = tuple(feature.identifier for feature in features[len(known) :])
-        if new:
-            self._used[request_id] = known + new
+        self._used[request_id] = known + new
         for name in new:
             self._is_disputed(name, None)
 

@@ -179,6 +179,7 @@ def test_a_request_of_unknown_content_has_no_cache(local_tokens: int) -> None:
     subject = request("r", mm_features=[without_tensors("my-cat.png")])
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, local_tokens) == (0, False)
+    assert stats(scheduler)["requests_untrusted"] == 1
     plan = scheduler.plan(step())
     assert (fetches_of(plan), plan.saves) == ((), ())
     scheduler.on_finished(subject)

@@ -52,6 +52,7 @@ COUNTING = {
         "planning/lookup.py",
         "planning/saves.py",
         "connectors/kv_scheduler.py",
+        "connectors/request_hashes.py",
     ),
     "KV rank": ("worker/rank.py", "connectors/kv_worker.py", *IO),
     "EC": (
