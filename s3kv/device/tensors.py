@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping
 from operator import index
 
 import torch
@@ -69,22 +68,27 @@ class BlockTensors:
     def copy_out(self, source: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
         """Write the tensors into `payload`, flat uint8 in host memory. Copies from a GPU may still
         be under way on its current stream when this returns."""
-        for name, view in self._views(payload).items():
-            view.copy_(source[name].detach(), non_blocking=True)
+        for name, part, is_aligned in self._parts(payload):
+            tensor = source[name].detach()
+            if is_aligned:
+                part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            else:
+                whole = tensor.clone(memory_format=torch.contiguous_format)
+                part.copy_(whole.view(-1).view(torch.uint8), non_blocking=True)
 
     def copy_in(self, payload: torch.Tensor, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` from `payload`. Copies to a GPU may still be under way, as in `copy_out`."""
         with torch.inference_mode():
-            for name, view in self._views(payload).items():
-                into[name].copy_(view, non_blocking=True)
+            for name, part, is_aligned in self._parts(payload):
+                tensor = into[name]
+                near = part if is_aligned else part.to(tensor.device, copy=True)
+                tensor.copy_(near.view(tensor.dtype).view(tensor.shape), non_blocking=True)
 
-    def _views(self, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-        views, offset = {}, 0
-        for name, (shape, dtype) in self._shapes.items():
-            nbytes = prod(shape) * dtype.itemsize
-            views[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
-            offset += nbytes
-        return views
+    def _parts(self, payload: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Name and bytes of each tensor, and whether torch can view these bytes as its dtype."""
+        parts = payload.split([spec.nbytes for spec in self.specs])
+        for (name, (_, dtype)), part in zip(self._shapes.items(), parts, strict=True):
+            yield name, part, part.storage_offset() % dtype.itemsize == 0
 
 
 def _sizes(what: str, shape: Iterable[int]) -> tuple[int, ...]:

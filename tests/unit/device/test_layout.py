@@ -52,20 +52,11 @@ def test_dimensions_of_size_one_do_not_depend_on_their_strides(stride: int) -> N
     assert (layer.order, layer.page) == ("HNC", (1, 4, 8))
 
 
-def test_the_same_memory_seen_otherwise_is_another_layer() -> None:
-    memory = torch.zeros(6 * 32)
-    views = {
-        "a": memory.as_strided((6, 2, 2, 8), (32, 16, 8, 1)),
-        "b": memory.as_strided((6, 2, 2, 8), (32, 8, 16, 1)),
-    }
-    layout = PageLayout.of(views, 6, ["a", "b"], 2)
-    assert [layer.order for layer in layout.layers] == ["HNC", "NHC"]
-
-
 def test_layers_that_swap_their_orders_are_other_parts() -> None:
-    """The sizes are equal, and an engine's set of orders is, too."""
-    heads_first = torch.zeros(6 * 32).as_strided((6, 2, 2, 8), (32, 16, 8, 1))
-    tokens_first = torch.zeros(6 * 32).as_strided((6, 2, 2, 8), (32, 8, 16, 1))
+    """The memory and the sizes are equal, and an engine's set of orders is, too."""
+    memory = torch.zeros(6 * 32)
+    heads_first = memory.as_strided((6, 2, 2, 8), (32, 16, 8, 1))
+    tokens_first = memory.as_strided((6, 2, 2, 8), (32, 8, 16, 1))
     one = PageLayout.of({"a": heads_first, "b": tokens_first}, 6, ["a", "b"], 2).part("g0")
     other = PageLayout.of({"a": tokens_first, "b": heads_first}, 6, ["a", "b"], 2).part("g0")
     assert [(t.shape, t.order) for t in one.layers] == [((2, 2, 8), "HNC"), ((2, 2, 8), "NHC")]

@@ -13,8 +13,6 @@ from tests.unit.device.caches import Shape, build
 
 HEADER_BYTES = 4096
 SLOT_BYTES = 2**16
-
-
 LAYOUTS = {0: build(Shape("LBNHC")).layout()}
 
 
