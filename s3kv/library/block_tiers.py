@@ -54,7 +54,8 @@ class BlockTiers:
 
         async def save(job: Job) -> bool:
             copy = partial(self._tensors.copy_out, tensors, self._payload(job.entry.number))
-            return await self.host.copied_by(job, in_thread(partial(beside, copy)))
+            copying = in_thread(partial(beside, copy), self.host.pump.copy_threads)
+            return await self.host.copied_by(job, copying)
 
         return await self.host.pump.call(self.host.put_by(key, save, wait=wait))
 
@@ -127,7 +128,7 @@ class BlockTiers:
             return False
         try:
             copy = partial(self._tensors.copy_in, self._payload(slot.number), into)
-            await carried(in_thread(partial(beside, copy)))
+            await carried(in_thread(partial(beside, copy), self.host.pump.copy_threads))
         except RuntimeError as error:
             raise CopyError(f"a copy to the caller's tensors failed: {error}") from error
         finally:
@@ -156,12 +157,8 @@ class BlockTiers:
         if loaded is None:
             self.host.ledger.counters["loads_without_block"] += 1
             return None
-
-        def give_back(number: int | None) -> None:
-            if number is not None:
-                hot.release(number, stream)
-
-        if (number := await claimed(loaded, give_back)) is not None:
+        number = await claimed(loaded, lambda number: hot.release(number, stream))
+        if number is not None:
             hot.wait_written(number, stream)
         return number
 

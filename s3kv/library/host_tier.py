@@ -156,10 +156,9 @@ class HostTier:
             self.hit(key)
         return entry
 
-    def unpin(self, entry: Entry | None) -> None:
-        if entry is not None:
-            self.ledger.table.unpin(entry)
-            self.pump.announce()
+    def unpin(self, entry: Entry) -> None:
+        self.ledger.table.unpin(entry)
+        self.pump.announce()
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> int:
         """Start fetches of the keys that are not in host memory, as long as fetches under way take

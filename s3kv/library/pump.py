@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -32,9 +33,10 @@ _POLL_S = 0.001
 T = TypeVar("T")
 
 
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Start `work` in a thread. Returns the future of its result; await it with `carried`."""
-    return asyncio.get_running_loop().run_in_executor(None, work)
+def in_thread(work: Callable[[], T], threads: Executor | None = None) -> asyncio.Future[T]:
+    """Start `work` in one of `threads`, or in a new thread; the caller may block all of the loop's.
+    Returns the future of its result; await it with `carried`."""
+    return asyncio.get_running_loop().run_in_executor(threads or ThreadPoolExecutor(1), work)
 
 
 async def carried(work: asyncio.Future[T]) -> T:
@@ -53,13 +55,14 @@ async def carried(work: asyncio.Future[T]) -> T:
     raise asyncio.CancelledError(*cancelled)
 
 
-async def claimed(coming: asyncio.Future[T], unclaimed: Callable[[T], object]) -> T:
+async def claimed(coming: asyncio.Future[T | None], unclaimed: Callable[[T], object]) -> T | None:
     """Await `coming`, which must not be cancelled, and return its result. If cancelled meanwhile,
-    this raises `CancelledError` at once, and calls `unclaimed` with the result when it arrives."""
+    this raises `CancelledError` at once, and calls `unclaimed` with the result when it arrives,
+    unless that is None."""
 
-    def give_back(coming: asyncio.Future[T]) -> None:
-        if coming.exception() is None:
-            unclaimed(coming.result())
+    def give_back(coming: asyncio.Future[T | None]) -> None:
+        if coming.exception() is None and (result := coming.result()) is not None:
+            unclaimed(result)
 
     try:
         await asyncio.wait([coming])
@@ -109,6 +112,7 @@ class Pump:
         self._closing: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self.copy_threads = ThreadPoolExecutor(thread_name_prefix="s3kv-library")
 
     @property
     def is_closing(self) -> bool:
@@ -169,9 +173,8 @@ class Pump:
         Idempotent. Every call, even a cancelled one, ends only when all of this is done.
         """
         if self._closing is None:
-            if drain_timeout_s is None:
-                drain_timeout_s = self._drain_timeout_s
-            self._closing = asyncio.get_running_loop().create_task(self._close(drain_timeout_s))
+            patience_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+            self._closing = asyncio.get_running_loop().create_task(self._close(patience_s))
             for job_id in self._fetches:
                 self._client.cancel(job_id)
             self._client.flush()
@@ -200,6 +203,7 @@ class Pump:
             for close in self._users:
                 stack.callback(close)
             stack.callback(self._client.close)
+            stack.callback(self.copy_threads.shutdown)
 
     def _look_later(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_POLL_S, self._look)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 import uuid
@@ -86,9 +85,8 @@ async def gives(store: TieredStore, number: int, shapes: Shapes = SHAPES) -> boo
 
 
 class SlowThreads(ThreadPoolExecutor):
-    """The threads of the running loop, which wait before they begin anything. In
-    `asyncio.to_thread` and in `run_in_executor` the work has begun all the same: nobody can call it
-    back.
+    """Threads that wait before they begin anything. In `run_in_executor` the work has begun all the
+    same: nobody can call it back.
 
     delay: called when work is given to them; what it returns is called in the thread, and waits.
     """
@@ -96,7 +94,6 @@ class SlowThreads(ThreadPoolExecutor):
     def __init__(self, delay: Callable[[], Callable[[], object]]) -> None:
         super().__init__(max_workers=8)
         self._delay = delay
-        asyncio.get_running_loop().set_default_executor(self)
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         wait = self._delay()
@@ -108,8 +105,7 @@ class SlowThreads(ThreadPoolExecutor):
         return super().submit(late)
 
 
-def gated_threads() -> threading.Event:
-    """Give the running loop threads that begin nothing before the gate that is returned is open."""
+def gated_threads() -> tuple[threading.Event, SlowThreads]:
+    """A gate, and threads that begin nothing before it is open."""
     gate = threading.Event()
-    SlowThreads(lambda: partial(gate.wait, 30))
-    return gate
+    return gate, SlowThreads(lambda: partial(gate.wait, 30))

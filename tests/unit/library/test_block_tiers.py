@@ -17,8 +17,6 @@ from tests.unit.library import stores
 from tests.unit.library.stores import hash_of
 
 SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((2, 3, 4), torch.float32)}
-
-
 Tensors = dict[str, torch.Tensor]
 
 

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -33,28 +35,16 @@ from tests.unit.library.stores import (
 
 
 async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> None:
-    pools = new_pools(1)
-    async with await opening(config, pools=pools) as store:
+    async with await opening(config, pools=new_pools(1)) as store:
         number = store.allocate()
-
-        async def prefetch(key: Any) -> int:
-            return store.prefetch([hash_of(1), key])
-
-        async def put_block(key: Any) -> bool:
-            return store.put_block(key, number)
-
-        async def where(key: Any) -> object:
-            return store.where(key)
-
-        calls = (
+        for call in (
             lambda key: store.put(key, block(1)),
             lambda key: store.get(key, room()),
             store.acquire,
-            prefetch,
-            put_block,
-            where,
-        )
-        for call in calls:
+            lambda key: store.prefetch([hash_of(1), key]),
+            lambda key: store.put_block(key, number),
+            store.where,
+        ):
             for wrong in ("a text", 5, None, bytearray(b"x"), memoryview(b"x")):
                 with pytest.raises(TypeError, match="allowed is bytes"):
                     await call(wrong)
@@ -68,22 +58,15 @@ async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> Non
 
 
 async def test_after_close_every_method_says_so(config: Config) -> None:
-    pools = new_pools(2)
-    store = await opening(config, pools=pools)
+    store = await opening(config, pools=new_pools(2))
     number = store.allocate()
     await asyncio.gather(store.close(), store.close())
-    calls = [
-        store.put(hash_of(1), block(1)),
-        store.put(hash_of(1), block(1), wait=True),
-        store.get(hash_of(1), room()),
-        store.acquire(hash_of(1)),
-        store.flush(),
-    ]
-    for call in calls:
-        with pytest.raises(ClosedError, match="the store is closed"):
-            async with asyncio.timeout(5):
-                await call
-    for method in (
+    for call in (
+        lambda: store.put(hash_of(1), block(1)),
+        lambda: store.put(hash_of(1), block(1), wait=True),
+        lambda: store.get(hash_of(1), room()),
+        lambda: store.acquire(hash_of(1)),
+        store.flush,
         lambda: store.prefetch([hash_of(1)]),
         lambda: store.where(hash_of(1)),
         store.allocate,
@@ -91,7 +74,8 @@ async def test_after_close_every_method_says_so(config: Config) -> None:
         lambda: store.release(number),
     ):
         with pytest.raises(ClosedError, match="the store is closed"):
-            method()
+            async with asyncio.timeout(5):
+                await call()
     assert store.counters["saves"] == 0
     await store.close()
 
@@ -195,6 +179,17 @@ def test_the_names_of_the_library_are_in_the_package_without_torch() -> None:
         s3kv.Nonsense  # noqa: B018
 
 
+async def test_a_caller_may_block_all_threads_of_the_loop(config: Config) -> None:
+    gate, loop = threading.Event(), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    blocked = loop.run_in_executor(None, gate.wait, 60)
+    async with opening(config, pools=new_pools(1)) as store:
+        assert await store.put(hash_of(1), block(1))
+        assert await gives(store, 1)
+    gate.set()
+    assert await blocked, "the store has waited for them"
+
+
 @pytest.fixture
 async def store(config: Config) -> AsyncIterator[TieredStore]:
     async with await opening(config) as store:
@@ -203,7 +198,7 @@ async def store(config: Config) -> AsyncIterator[TieredStore]:
 
 async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:
     """`CancelledError` arrives at the timeout that has asked for it, one or two of them."""
-    gate = gated_threads()
+    gate, store._host.pump.copy_threads = gated_threads()
     opening = asyncio.get_running_loop().call_later(0.2, gate.set)
     with pytest.raises(TimeoutError):  # noqa: PT012 the timeouts are what is tried
         async with asyncio.timeout(0.1):

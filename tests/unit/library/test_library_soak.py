@@ -33,8 +33,6 @@ POOL = 6
 TASKS = 12
 LONGEST_S = 40.0
 OVERWRITTEN = 7
-
-
 CONTENT = [block(number, SHAPES) for number in range(BLOCKS)]
 
 
@@ -137,11 +135,13 @@ class Caller:
 
 async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str]:
     draw = random.Random(seed)
-    # Half of what they are given begins a little later, so that cancellations strike copies.
-    SlowThreads(lambda: partial(time.sleep, draw.choice([0.0, draw.random() * 0.004])))
     pools = {n: torch.zeros((POOL, *shape), dtype=dtype) for n, (shape, dtype) in SHAPES.items()}
     ends: Counter[str] = Counter()
     async with opening(config, shapes=SHAPES, pools=pools) as store:
+        # Half of the copies begin a little later, so that cancellations strike them.
+        store._host.pump.copy_threads = SlowThreads(
+            lambda: partial(time.sleep, draw.choice([0.0, draw.random() * 0.004]))
+        )
         callers = [Caller(store, pools, seed * TASKS + n, cut) for n in range(TASKS)]
         async with asyncio.TaskGroup() as group:
             for caller in callers:

@@ -19,9 +19,13 @@ from tests.waiting import until
 KEY = ChunkKey(0, b"key")
 
 
-async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancelled() -> None:
-    gate = gated_threads()
-    work = in_thread(partial(str, 5))
+@pytest.mark.parametrize("text", ["5", "no number"])
+async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancelled(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error in the thread is logged."""
+    gate, threads = gated_threads()
+    work = in_thread(partial(int, text), threads)
     call = asyncio.create_task(carried(work))
     for _ in range(3):
         await asyncio.sleep(0.001)
@@ -31,24 +35,13 @@ async def test_a_cancelled_call_ends_after_its_thread_however_often_it_is_cancel
     gate.set()
     with pytest.raises(asyncio.CancelledError, match="enough"):
         await call
-    assert succeeded(work)
+    assert succeeded(work) == (text == "5")
+    assert ("no number" in caplog.text) == (text == "no number")
 
 
-async def test_work_failing_in_a_cancelled_call_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    gate = gated_threads()
-    work = in_thread(partial(int, "no number"))
-    call = asyncio.create_task(carried(work))
-    await asyncio.sleep(0.001)
-    call.cancel()
-    gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert not succeeded(work)
-    assert "no number" in caplog.text
-
-
-async def test_what_nobody_claims_is_given_back() -> None:
-    coming: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+@pytest.mark.parametrize(("result", "given_back"), [(7, [7]), (None, [])])
+async def test_what_nobody_claims_is_given_back(result: int | None, given_back: list[int]) -> None:
+    coming: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
     back: list[int] = []
     stays, gone = (asyncio.create_task(claimed(coming, back.append)) for _ in range(2))
     await asyncio.sleep(0)
@@ -56,9 +49,9 @@ async def test_what_nobody_claims_is_given_back() -> None:
     with pytest.raises(asyncio.CancelledError):
         await gone
     assert not coming.done(), "the other call still waits for it"
-    coming.set_result(7)
-    assert await stays == 7
-    await until(lambda: back == [7])
+    coming.set_result(result)
+    assert await stays == result
+    await until(lambda: back == given_back)
 
 
 async def test_it_polls_while_there_is_something_to_wait_for() -> None:
@@ -114,9 +107,5 @@ async def test_close_cancels_fetches_waits_for_calls_and_gives_back_in_order() -
     await closing[1]
     with pytest.raises(asyncio.CancelledError):
         await closing[0]
-    assert [told for told in client.told if told != "flush"] == [
-        "drain 3",
-        "close",
-        "user, slab True",
-    ]
+    assert [one for one in client.told if one != "flush"] == ["drain 3", "close", "user, slab True"]
     assert tier.slab.fd < 0
