@@ -1,7 +1,7 @@
 """Pump: drives an I/O process from a caller's asyncio loop, and handles cancelled calls.
 
-An engine's step loop drives the connectors; here a timer does. While jobs are under way, it checks
-every millisecond which of them have ended.
+An engine's step loop drives the connectors; here a timer does. It checks every millisecond which
+jobs have ended; without jobs, it checks every second whether the process lives.
 
 A call runs in its caller's task. A cancelled call ends at once if it waits for an object, for a
 copy shared by several callers, or for room. It never ends while a thread reads or writes memory
@@ -28,7 +28,7 @@ from s3kv.messages import BucketJob, JobEnd, JobKind
 
 logger = logging.getLogger("s3kv")
 
-_POLL_S = 0.001
+_POLL_S, _IDLE_S = 0.001, 1.0
 
 T = TypeVar("T")
 
@@ -90,11 +90,10 @@ async def opened(handshake: Handshake, nbytes: int, node: NodeChoice = FIRST_TOU
 
 
 class Pump:
-    """Gives jobs to the client of `tier`, and polls it while jobs or copies are under way. Call all
-    methods on the loop's thread.
+    """Gives jobs to the client of `tier`, and polls it. Call all methods on the loop's thread.
 
     on_done: called with the end of every job. is_busy: called before each poll, and may order more
-    jobs; if it returns False, polling stops until the next `wake`. `close` closes the tier.
+    jobs; after False, the next poll is a second later, or after `wake`. `close` closes the tier.
     """
 
     def __init__(
@@ -108,10 +107,11 @@ class Pump:
         self._fetches: set[int] = set()
         self._underway: set[asyncio.Future[Any]] = set()
         self._users: list[Callable[[], object]] = []
-        self._next_look: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._next_look: asyncio.TimerHandle | None = None
+        self._look_later(_IDLE_S)
         self.copy_threads = ThreadPoolExecutor(thread_name_prefix="s3kv-library")
 
     @property
@@ -150,8 +150,8 @@ class Pump:
     def wake(self) -> None:
         """Send the jobs given to the client, and start to poll."""
         self._client.flush()
-        if self._next_look is None:
-            self._look_later()
+        if self._next_look is None or self._next_look.when() > self._loop.time() + _POLL_S:
+            self._look_later(_POLL_S)
 
     def announce(self) -> None:
         """Wake all callers of `next_end`: a job or copy has ended."""
@@ -205,15 +205,16 @@ class Pump:
             stack.callback(self._client.close)
             stack.callback(self.copy_threads.shutdown)
 
-    def _look_later(self) -> None:
-        self._next_look = asyncio.get_running_loop().call_later(_POLL_S, self._look)
+    def _look_later(self, pause_s: float) -> None:
+        self._stop_polling()
+        self._next_look = self._loop.call_later(pause_s, self._look)
 
     def _look(self) -> None:
         self._next_look = None
-        if self._is_busy():
-            if self._next_look is None:  # `_is_busy` may have ordered a job, and so woken the pump
-                self._look_later()
-            self._take_ends()
+        is_busy = self._is_busy()
+        if self._next_look is None:  # `_is_busy` may have ordered a job, and so woken the pump
+            self._look_later(_POLL_S if is_busy else _IDLE_S)
+        self._take_ends()
 
     def _take_ends(self) -> None:
         for done in self._client.poll():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ from tests.unit.library.stores import (
     opening_big,
     room,
 )
+from tests.waiting import until
 
 
 async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> None:
@@ -188,6 +191,18 @@ async def test_a_caller_may_block_all_threads_of_the_loop(config: Config) -> Non
         assert await gives(store, 1)
     gate.set()
     assert await blocked, "the store has waited for them"
+
+
+async def test_a_process_that_dies_while_nobody_calls_is_replaced(config: Config) -> None:
+    async with opening(config) as store:
+        assert await store.put(hash_of(1), block(1))
+        assert not await store.flush()
+    async with opening(config) as store:
+        client = store._host.pump._client
+        os.kill(client.pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await until(lambda: client.counters["io_restarts"])
+        assert await gives(store, 1)
 
 
 @pytest.fixture
