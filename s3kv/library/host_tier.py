@@ -53,8 +53,8 @@ class HostTier:
     @classmethod
     async def open(cls, handshake: Handshake, node: NodeChoice) -> HostTier:
         """Open a tier with as many slots as fit into `host_bytes`, and an I/O process that has
-        tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits, and
-        a `StoreError` if the bucket cannot be used."""
+        tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits,
+        `IoProcessError` if the process fails, a `StoreError` if the bucket cannot be used."""
         slots = Slots.of(handshake)
         return cls(slots, await opened(handshake, slots.nbytes, node))
 
@@ -226,11 +226,10 @@ class HostTier:
     def _arrived(self, job: Job, entry: Entry | None) -> None:
         """Notify the waiters of a fetch. Pins the entry for each of them, so that it cannot be
         evicted before they run."""
-        for arrived in job.waiters:
+        for arrived in (waiter for waiter in job.waiters if not waiter.get_loop().is_closed()):
             if entry is not None:
                 self.ledger.table.pin(entry)
             arrived.set_result(entry)
-        self.pump.announce()
 
     def _is_coming(self, key: ChunkKey) -> bool:
         if self.ledger.state(key) is not ChunkState.ABSENT:

@@ -168,18 +168,28 @@ class Pump:
 
     async def close(self, drain_timeout_s: float | None = None) -> None:
         """Cancel fetches, wait for calls, allow uploads `drain_timeout_s` seconds (default: the
-        setting), and release everything.
+        setting), and release everything. Raises `RuntimeError` in another loop, if ours is open.
 
         Idempotent. Every call, even a cancelled one, ends only when all of this is done.
         """
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop and not (self._closing and succeeded(self._closing)):
+            self._move(loop)
         if self._closing is None:
             patience_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
-            self._closing = asyncio.get_running_loop().create_task(self._close(patience_s))
+            self._closing = loop.create_task(self._close(patience_s))
             for job_id in self._fetches:
                 self._client.cancel(job_id)
             self._client.flush()
             self.announce()
         await carried(self._closing)
+
+    def _move(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Move to `loop`, without the calls of ours, which is closed: they never end."""
+        if not self._loop.is_closed():
+            raise RuntimeError("close the store in the loop that opened it, or that loop first")
+        self._loop, self._closing = loop, None
+        self._underway, self._ended = set(), asyncio.Event()
 
     async def _close(self, drain_timeout_s: float) -> None:
         try:

@@ -8,15 +8,7 @@
         await store.put(block_hash, {"kv": tensor})
         hit = await store.get(block_hash, into={"kv": tensor})
 
-An engine with a paged cache gives the store that cache, and computes on its blocks:
-
-    store = await TieredStore.open(..., pools={"kv": cache})  # [blocks, 16, 2, 128]
-    block = await store.acquire(block_hash)
-    if block is None:
-        block = store.allocate()
-        ...  # compute cache[block]
-        store.put_block(block_hash, block)
-    store.release(block)
+`docs/api.md` also has an example with the paged cache of an engine.
 
 It uses the slab, I/O process, object format and ledger that the connectors use under vLLM, driven
 by the caller's asyncio loop. All methods are for code that runs in that loop.
@@ -90,9 +82,10 @@ class TieredStore:
             `shapes`).
         pool_blocks: the numbers of the blocks that the store may use; None for all.
         Raises `ConfigError`, also for a namespace of other values; `ValueError` for shapes that the
-        object format cannot hold, and for pools that do not hold such blocks; `UnsupportedError`
-        for memory that cannot be copied, and for a GPU without memory for staging; a `StoreError`
-        if the bucket cannot be used.
+        object format cannot hold, and for pools that do not hold such blocks; `TypeError` for names
+        that are not text, and sizes or block numbers that are not integers; `UnsupportedError` for
+        memory that cannot be copied, and for a GPU without memory for staging; `IoProcessError` if
+        the I/O process does not start; a `StoreError` if the bucket cannot be used.
         """
 
         async def opened() -> TieredStore:
@@ -220,7 +213,7 @@ class TieredStore:
 
         Fetches are cancelled, and calls that wait for one get a miss. Calls that wait for room or
         in `flush` raise `ClosedError`. Idempotent. Even a cancelled `close` ends only when the
-        store is closed.
+        store is closed. Raises `RuntimeError` in another loop, unless that of `open` is closed.
         """
         await self._host.close()
 
@@ -237,10 +230,7 @@ class TieredStore:
     def _pool(self) -> DeviceBlocks:
         self._host.pump.check_open()
         if self._tiers.hot is None:
-            raise ConfigError(
-                "this store was opened without blocks on a device: use TieredStore.open(..., "
-                "pools={name: tensor [blocks, *shape]})"
-            )
+            raise ConfigError("this store has no blocks on a device: open it with pools={...}")
         return self._tiers.hot
 
 
@@ -251,15 +241,11 @@ async def _on_device(
     if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:
         raise ValueError(f"pool_blocks: allowed are 0 to {pools.count - 1}")
     stream = current_stream(pools.device)
+    headers = {GROUP: host.chunk.header_bytes}
 
     def opened() -> BlockCopies:
         with on(stream):
-            return BlockCopies.open(
-                {GROUP: pools.layout},
-                host.slab.view,
-                host.slot_bytes,
-                {GROUP: host.chunk.header_bytes},
-            )
+            return BlockCopies.open({GROUP: pools.layout}, host.slab.view, host.slot_bytes, headers)
 
     # Pinning host memory takes a second or so for a few GiB.
     opening = in_thread(opened)

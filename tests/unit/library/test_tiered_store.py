@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from s3kv.config import Config
-from s3kv.errors import ConfigError, StoreMissing
+from s3kv.errors import ConfigError, IoProcessError, StoreMissing
 from s3kv.library.tiered_store import TieredStore
 from s3kv.types import Location
 from tests.servers import BUCKET, KEYS, REGION, boto_client
@@ -69,12 +70,23 @@ async def test_wrong_tensors_are_refused(config: Config) -> None:
             await store.get(key, {"k": torch.zeros(1), "v": tensors["v"]})
 
 
-async def test_a_store_that_cannot_work_says_why_at_start(config: Config) -> None:
-    with pytest.raises(ConfigError, match="host_bytes"):
-        await opening(config, shapes={"big": ((2**21,), torch.uint8)})
+async def test_a_store_that_cannot_work_says_why_at_start(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Mock(side_effect=OSError("no processes are left"))
     missing = Config(bucket="no-such-bucket", endpoint_url=config.endpoint_url, region=REGION)
-    with pytest.raises(StoreMissing, match="no-such-bucket"):
-        await opening(missing)
+    for error, said, opened in (
+        (ConfigError, "host_bytes", opening(config, shapes={"big": ((2**21,), torch.uint8)})),
+        (TypeError, "integer", opening(config, shapes={"k": ((4.0,), torch.uint8)})),
+        (StoreMissing, "no-such-bucket", opening(missing)),
+        (IoProcessError, "no processes are left", opening(config)),
+    ):
+        if error is IoProcessError:
+            monkeypatch.setattr("s3kv.io.client.Child", full)
+        with pytest.raises(error, match=said):
+            await opened
+        documented = [each.__name__ for each in error.__mro__]
+        assert any(f"`{name}`" in str(TieredStore.open.__doc__) for name in documented)
 
 
 KEY = hash_of(1)
