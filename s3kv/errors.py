@@ -42,8 +42,7 @@ class StoreError(S3KVError):
 
     def __init__(self, message: str = "", *, code: str = "", region: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.region = region
+        self.code, self.region = code, region
 
 
 class StoreDenied(StoreError):

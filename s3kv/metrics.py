@@ -244,6 +244,9 @@ KV_METRICS: Mapping[str, Metric] = {
         "doubtful: a load of its request had failed, or the cache had been reset.",
         labels={"reason": ("inflight", *UNSAVED.values())},
     ),
+    "unreadable_params": Metric(
+        "Requests not saved because their kv_transfer_params could not be read."
+    ),
     "save_ok": Metric("Chunks copied to host memory, per rank."),
     "save_failed": Metric("Chunks whose copy to host memory failed, per rank."),
     "save_bytes": Metric("Bytes copied from the device to host memory."),
@@ -271,7 +274,7 @@ KV_METRICS: Mapping[str, Metric] = {
 counts each chunk once per rank. Of ranks that hold the same KV, only the first uploads."""
 
 TIER_METRICS: Mapping[str, Metric] = {
-    **{name: KV_METRICS[name] for name in ("prefill_tokens_per_s", "saves")},
+    **{name: KV_METRICS[name] for name in ("prefill_tokens_per_s", "saves", "unreadable_params")},
     "deadline_cuts": Metric(
         "Waits for the bucket that were cut short in favour of computing, and lookups of chunks "
         "that such a wait had just given up."

@@ -92,8 +92,7 @@ class AdapterLoads:
     """
 
     def __init__(self, lora_config: LoRAConfig, method: str) -> None:
-        self._lora_config = lora_config
-        self._method = method
+        self._lora_config, self._method = lora_config, method
         self._manager: Any = None
         self._by_id: dict[int, tuple[str, LoadedAdapter]] = {}
         self._contents: dict[str, bytes | None] = {}
@@ -156,24 +155,26 @@ class AdapterLoads:
         after = self.digest_now(adapter) if isinstance(before, Digest) else before
         if isinstance(after, Digest) and after != before:
             after = f"its files in {adapter.lora_path} changed while they were loaded"
-        if isinstance(after, str):
-            logger.warning(
-                "s3kv does not cache requests with the adapter %r: %s", adapter.lora_name, after
-            )
         if manager is not self._manager:
             self._manager = manager
             self._by_id.clear()
-        content = None
-        if isinstance(after, Digest):  # of the files, and of the way vLLM reads them
-            fused = getattr(adapter, "is_3d_lora_weight", False)
-            content = bytes.fromhex(after.hexadecimal) + (b"3d" if fused else b"")
-        self._note(adapter, content)
+        self._note(adapter, after)
 
-    def _note(self, adapter: LoRARequest, digest: bytes | None) -> None:
+    def _note(self, adapter: LoRARequest, content: Digest | str) -> None:
+        """Record the digest of a load, or the reason why it is unknown. That is logged once for a
+        name, which is never cached again: vLLM may load an adapter for every request."""
         name = hashed_name(adapter)
+        digest: bytes | None = None
         # vLLM shares the outputs of an adapted encoder under the adapter's bare name.
         adapts_towers = getattr(self._lora_config, "enable_tower_connector_lora", False)
         shared = adapter.lora_name if adapts_towers else name
+        if isinstance(content, Digest):  # of the files, and of the way vLLM reads them
+            fused = getattr(adapter, "is_3d_lora_weight", False)
+            digest = bytes.fromhex(content.hexadecimal) + (b"3d" if fused else b"")
+        elif self._contents.get(shared, content) is not None:
+            logger.warning(
+                "s3kv does not cache requests with the adapter %r: %s", adapter.lora_name, content
+            )
         replaced = self._by_id.pop(adapter.lora_int_id, None)
         if replaced is not None and replaced[1].digest != digest:
             # Requests of the replaced adapter that still run now use the new one.

@@ -57,8 +57,7 @@ class KnownAdapters:
         self._uses: dict[str, _Use] = {}
         self._names: dict[int, str] = {}
         """For each vLLM adapter number, the hashed name that a request last used with it."""
-        self._spoiled: set[str] = set()
-        self._logged: set[str] = set()
+        self._spoiled, self._logged = set[str](), set[str]()
 
     def next_step(self) -> AdapterStep:
         """Number a step that is being planned. Returns this and the last reported number."""

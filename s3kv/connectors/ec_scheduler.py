@@ -88,8 +88,7 @@ class ECSchedulerSide(Guarded):
     def __init__(
         self, config: Config, vllm_config: VllmConfig, *, may_load: bool, may_save: bool
     ) -> None:
-        self._config = config
-        self._vllm_config = vllm_config
+        self._config, self._vllm_config = config, vllm_config
         self._dtype = item_dtype(vllm_config)
         self._digests = MediaDigests()
         lora = vllm_config.lora_config

@@ -77,11 +77,9 @@ class SchedulerSide(Guarded):
     ) -> None:
         """has_priorities: vLLM may preempt a request in the pass in which it is scheduled.
         miscounts_sessions: vLLM may count tokens of a session's next turn as computed."""
-        self._config = config
-        self._sizes = sizes
-        self._may_load = may_load
-        self._may_save = may_save
-        self._world_size = world_size
+        self._config, self._sizes, self._world_size = config, sizes, world_size
+        self._may_load, self._may_save = may_load, may_save
+        self._has_priorities, self._miscounts_sessions = has_priorities, miscounts_sessions
         self._traffic = PromptTraffic()
         self._telemetry = Telemetry(KV_METRICS, KV_SHARES, self._traffic)
         self._slot_bytes = 0
@@ -98,8 +96,6 @@ class SchedulerSide(Guarded):
         )
         self._events = KVEvents(sizes, is_published=publishes_events)
         self._linger = Linger(LINGER_S, in_lockstep=in_lockstep)
-        self._has_priorities = has_priorities
-        self._miscounts_sessions = miscounts_sessions
         self._requests: dict[str, Request] = {}
         self._computed: dict[str, int] = {}  # tokens after a request's last step
         self._unplanned: list[str] = []
@@ -142,8 +138,7 @@ class SchedulerSide(Guarded):
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
         loads, saves, coverages = self._may_load, self._may_save, self._sizes.coverages
-        line = start_line(self._config, handshakes, coverages, may_load=loads, may_save=saves)
-        logger.log(*line)
+        logger.log(*start_line(self._config, handshakes, coverages, may_load=loads, may_save=saves))
         idle, slot_bytes = self.planner, handshakes[0].slot_bytes
         self.planner = self._make_planner(slots, slot_bytes, object_bytes, serves=True)
         if self._salt is not None:
@@ -183,7 +178,8 @@ class SchedulerSide(Guarded):
         if self._miscounts_sessions and self._may_save and getattr(request, "resumable", False):
             self._may_save = self.planner.may_save = False
             logger.warning("s3kv no longer saves: vLLM may keep wrong KV of sessions with drafts")
-        self._enter(request, adapter, read_limits(params_of(request), request.request_id))
+        limits = read_limits(params_of(request), request.request_id, self.planner.counters)
+        self._enter(request, adapter, limits)
 
     def _enter(self, request: Request, adapter: bytes | None, limits: RequestLimits) -> None:
         self.planner.add_request(request.request_id, self._hashes.of(request, adapter), limits)

@@ -66,10 +66,8 @@ class WorkerSide(Guarded):
         kv_cache_config: KVCacheConfig,
         sizes: KVGeometry,
     ) -> None:
-        self._config = config
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._sizes = sizes
+        self._config, self._sizes = config, sizes
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._meter = Meter(KV_METRICS)
         self._rank: RankWorker | None = None
         self._tier: Tier | None = None

@@ -145,20 +145,15 @@ class S3Tier(Guarded, SecondaryTierManager):
         wait = partial(wait_for_bucket, config=self._config)
         self._tier = tier = open_tier(Slab.behind(view), handshake, wait=wait)
         rows = WorkerHandshake(handshake.namespace_digest, 1, view.nbytes, known=tier.known)
-        line = start_line(
-            self._config,
-            [rows],
-            may_load=self._may_load,
-            may_save=self._may_save,
-            content="rows of vLLM's offloading",
-        )
+        loads, saves, content = self._may_load, self._may_save, "rows of vLLM's offloading"
+        line = start_line(self._config, [rows], may_load=loads, may_save=saves, content=content)
         logger.log(*line)
 
     @guarded(default=RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._now_s = time.monotonic()
         request_id = req_context.req_id
-        limits = read_limits(req_context.kv_transfer_params, request_id)
+        limits = read_limits(req_context.kv_transfer_params, request_id, self.planner.counters)
         loads = limits.load_tokens if self._may_load else 0
         saves = limits.save_tokens if self._may_save else 0
         self.planner.begin(request_id, RequestLimits(saves, loads))

@@ -64,9 +64,7 @@ class DerivedHashes(Sequence[bytes]):
         contents: Iterable[bytes] = (),
         block_tokens: int = 1,
     ) -> None:
-        self._hashes = hashes
-        self._features = features
-        self._block_tokens = block_tokens
+        self._hashes, self._features, self._block_tokens = hashes, features, block_tokens
         self._starts = [feature.mm_position.offset for feature in features]
         self._keys = [adapter]
         """Hash key by the number of media that have begun."""

@@ -10,16 +10,20 @@ parameters cannot be read is served, but nothing of it is saved, in case its par
 from __future__ import annotations
 
 import logging
+import time
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
+from s3kv.types import Tally, once_a_minute
 
 logger = logging.getLogger("s3kv")
 
 _REASON_LENGTH = 200
+_UNREADABLE = "s3kv saves nothing of request %s, because its kv_transfer_params cannot be read: %s"
+_may_log = once_a_minute(time.monotonic)
 
 Tokens = Annotated[int, Meta(ge=0)]
 
@@ -36,22 +40,20 @@ class _Params(msgspec.Struct, frozen=True):
     max_load_tokens: Tokens | None = None
 
 
-def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
-    """The limits in a request's `kv_transfer_params`. request_id: for logging unreadable ones."""
+def read_limits(params: Any, request_id: str = "", counters: Tally | None = None) -> RequestLimits:
+    """The limits in a request's `kv_transfer_params`. counters: count the request if these cannot
+    be read. Clients could fill the log with such requests, so one a minute is logged."""
     if not params:
         return NO_LIMITS
     try:
         given = msgspec.convert(params, _Params)
     except (msgspec.ValidationError, UnicodeError) as error:
-        if request_id is not None:
-            # It may repeat the client's text.
-            reason = str(error).encode("unicode_escape").decode("ascii")
-            logger.warning(
-                "s3kv saves nothing of request %s, because its kv_transfer_params cannot be read: "
-                "%s",
-                request_id,
-                reason[:_REASON_LENGTH],
-            )
+        if counters is not None:
+            counters["unreadable_params"] += 1
+            if _may_log("unreadable"):
+                # It may repeat the client's text.
+                reason = str(error).encode("unicode_escape").decode("ascii")
+                logger.warning(_UNREADABLE, request_id, reason[:_REASON_LENGTH])
         return RequestLimits(save_tokens=0)
     own = given.s3kv
     save_tokens = _least(own.max_save_tokens, given.max_offload_tokens, None if own.save else 0)

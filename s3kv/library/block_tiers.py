@@ -36,9 +36,7 @@ class BlockTiers:
     """
 
     def __init__(self, tensors: BlockTensors, host: HostTier, hot: DeviceBlocks | None) -> None:
-        self.host = host
-        self.hot = hot
-        self._tensors = tensors
+        self.host, self.hot, self._tensors = host, hot, tensors
         self._loading: dict[ChunkKey, asyncio.Future[int | None]] = {}
         self._waiting_puts: set[asyncio.Future[bool]] = set()
         """Puts that wait because their hash is already in flight to host memory."""

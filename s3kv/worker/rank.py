@@ -42,11 +42,8 @@ class RankWorker:
     ) -> None:
         self.counters = Tally()
         self._seconds: dict[str, list[float]] = {}
-        self._clock = clock
-        self._copies = copies
-        self._client = client
-        self._block_bytes = block_bytes
-        self._uploads = uploads
+        self._clock, self._copies, self._client = clock, copies, client
+        self._block_bytes, self._uploads = block_bytes, uploads
         self._members = members or {group: (group,) for group in block_bytes}
         self._copies_per_save = max(map(len, self._members.values()))
         """Most copies of a save, which has one per member of its object. Copy `i` of job `n` has
@@ -62,8 +59,7 @@ class RankWorker:
         self._report = StepReport()
         self._loading: dict[str, tuple[int, float]] = {}
         """By request: the bytes to copy, and the time of the order."""
-        self._loaded: set[str] = set()
-        self._failed: set[str] = set()
+        self._loaded, self._failed = set[str](), set[str]()
         self._suspended = False
 
     def begin(self, plan: StepPlan) -> None:

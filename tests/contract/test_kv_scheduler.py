@@ -201,7 +201,8 @@ def test_a_requests_own_limits_on_saves_hold(
     subject = request("r", kv_transfer_params=params, skip_reading_prefix_cache=True)
     assert looked_up(scheduler, subject) == (0, False)
     assert len(scheduler.plan(admitted(scheduler, subject)).saves) == saved
-    assert [warning in record.getMessage() for record in caplog.records] == [True] * bool(warning)
+    assert [warning in message for message in caplog.messages] == [True] * bool(warning)
+    assert scheduler.planner.counters["unreadable_params"] == bool(warning)
     assert scheduler.broken is None
 
 

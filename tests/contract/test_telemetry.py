@@ -37,34 +37,21 @@ COMPOSED = {
 PASSED_ON = {"name", "counter", "ends.counters", "io - self._io_reported", "report.counters"}
 """Counters that a module passes on under the names that another one has given them."""
 IO = (
-    "io/client.py",
-    "io/server/service.py",
-    "io/sources/compressing.py",
-    "io/sources/disk.py",
-    "io/sources/reception.py",
-    "upkeep/housekeeping.py",
+    *("io/client.py", "io/server/service.py", "io/sources/compressing.py", "io/sources/disk.py"),
+    *("io/sources/reception.py", "upkeep/housekeeping.py"),
 )
+OF_REQUESTS = ("connectors/request_params.py", "planning/deadline.py")
 COUNTING = {
     "KV planner": (
-        "planning/deadline.py",
-        "planning/ledger.py",
-        "planning/kv.py",
-        "planning/lookup.py",
-        "planning/saves.py",
-        "connectors/kv_scheduler.py",
-        "connectors/request_hashes.py",
+        *("planning/ledger.py", "planning/kv.py", "planning/lookup.py", "planning/saves.py"),
+        *("connectors/kv_scheduler.py", "connectors/request_hashes.py", *OF_REQUESTS),
     ),
     "KV rank": ("worker/rank.py", "connectors/kv_worker.py", *IO),
     "EC": (
-        "planning/deadline.py",
-        "planning/ledger.py",
-        "planning/ec.py",
-        "worker/outbox.py",
-        "connectors/ec_scheduler.py",
-        "connectors/ec_worker.py",
-        *IO,
+        *("planning/deadline.py", "planning/ledger.py", "planning/ec.py", "worker/outbox.py"),
+        *("connectors/ec_scheduler.py", "connectors/ec_worker.py", *IO),
     ),
-    "tier": ("planning/deadline.py", "planning/offload.py", "connectors/offload_tier.py", *IO),
+    "tier": (*OF_REQUESTS, "planning/offload.py", "connectors/offload_tier.py", *IO),
 }
 """The modules that count for each meter."""
 METERS = {
@@ -74,11 +61,8 @@ METERS = {
     "tier": Meter(TIER_METRICS, TIER_SHARES),
 }
 NOT_OF_ITEMS = {
-    "saves_believed_present",
-    "saves_failed",
-    "saves_without_room",
-    "uploads_again",
-    "uploads_given_up",
+    *("saves_believed_present", "saves_failed", "saves_without_room"),
+    *("uploads_again", "uploads_given_up"),
 }
 """Counters of the ledger's saves. The EC connector's items are saved without the ledger."""
 

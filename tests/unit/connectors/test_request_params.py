@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from s3kv.connectors import request_params
 from s3kv.connectors.request_params import read_limits
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
+from s3kv.types import Tally, once_a_minute
 
 READABLE: list[tuple[Any, RequestLimits]] = [
     (None, NO_LIMITS),
@@ -52,9 +54,14 @@ def test_limits_are_read(params: Any, limits: RequestLimits) -> None:
 
 @pytest.mark.parametrize(("params", "reason"), UNREADABLE)
 def test_unreadable_parameters_make_the_request_private(
-    params: Any, reason: str, caplog: pytest.LogCaptureFixture
+    params: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert read_limits(params) == read_limits(params, "r") == RequestLimits(save_tokens=0)
+    """All are counted, and one a minute is logged: clients could fill the log."""
+    monkeypatch.setattr(request_params, "_may_log", once_a_minute(lambda: 0.0))
+    counters = Tally()
+    for limits in (read_limits(params), *(read_limits(params, r, counters) for r in "rstu")):
+        assert limits == RequestLimits(save_tokens=0)
+    assert counters == {"unreadable_params": 4}
     (message,) = caplog.messages
     assert message.startswith("s3kv saves nothing of request r, because")
     assert reason in message
