@@ -21,9 +21,9 @@ from s3kv.cli.verify import verify
 def cli() -> None:
     """Serve models with an s3kv cache, inspect and maintain its bucket, and check its hosts.
 
-    Commands that ask the bucket take the settings of the engines: --bucket and the other options,
-    or the file with their JSON (--config). With --json a command prints one JSON document and
-    nothing else; ls prints one on every line.
+    All commands but cost take the settings of the engines: --bucket and the other options, or the
+    file with their JSON (--config; --settings for prove and serve). With --json a command prints
+    one JSON document and nothing else; ls prints one on every line, and prove writes a file.
     """
 
 

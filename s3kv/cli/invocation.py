@@ -24,9 +24,9 @@ FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 EXIT_CODES = """\b
 EXIT CODES
     0  success
-    1  something was found: a fault, a damaged object, no such object
+    1  something was found: a fault, an object damaged or not judged, no such object
     2  the command was used wrongly, or a setting is wrong
-    3  the bucket, or the server named, could not be reached, or disk or memory is full
+    3  the bucket, or the server named, could not be used, or disk or memory is full
   130  interrupted (Ctrl-C)
   141  the reader of the output has closed it (| head)"""
 EPILOG = f"""{EXIT_CODES}

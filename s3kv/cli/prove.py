@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import tempfile
@@ -16,20 +17,9 @@ from uuid import uuid4
 import click
 from rich.text import Text
 
-from s3kv.cli import show
+from s3kv.cli import serve, show
 from s3kv.cli.doctor.bucket import examine
 from s3kv.cli.invocation import FOUND, on_bucket, parse, with_settings
-from s3kv.cli.serve import (
-    connector_option,
-    given_options,
-    host_bytes_option,
-    kv_transfer_config,
-    offloads_with,
-    read_model_config,
-    refuse_connectors,
-    server_of,
-    with_host_memory,
-)
 from s3kv.config import Config, count
 from s3kv.errors import ConfigError, StoreDenied, StoreError
 from s3kv.prove import arms as proof
@@ -65,13 +55,13 @@ _file = click.Path(dir_okay=False, writable=True, path_type=Path)
     show_default=True,
     help="Arms to run, of these and tp. off and engine always run.",
 )
-@connector_option
+@serve.connector_option
 @click.option(
     "--connector-json",
     metavar="JSON",
     help="A --kv-transfer-config to prove in place of s3kv's, such as LMCache's.",
 )
-@host_bytes_option
+@serve.host_bytes_option
 @click.option(
     "--prompts", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each arm."
 )
@@ -114,14 +104,13 @@ def prove(
     for option, file in (("--json", json_file), ("--html", html_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{option} is {str(file)!r}: its folder does not exist")
-    server_of(model)
-    given, names = given_options(options), _names(arms)
-    refuse_connectors(given)
-    transfer = (
-        _given_connector(connector_json)
-        if connector_json is not None
-        else _own_connector(config, model, given, connector, shares="tp" in names)
-    )
+    serve.server_of(model)
+    given, names = serve.given_options(options), _names(arms)
+    serve.refuse_connectors(given)
+    if connector_json is not None:
+        transfer = _given_connector(connector_json)
+    else:
+        transfer = _own_connector(config, model, given, connector, shares="tp" in names)
     held, skipped = proof.settings_of(transfer), list[str]()
     own = None
     if held is None:
@@ -175,11 +164,13 @@ def _own_connector(
 ) -> dict[str, Any]:
     """The kv_transfer_config that `s3kv serve` would set. shares: with `share_ranks`."""
     settings = parse(config | ({"share_ranks": True} if shares else {}))
-    offloads = offloads_with(connector, given, read_model_config(model, given))
+    offloads = serve.offloads_with(connector, given, serve.read_model_config(model, given))
     if "host_bytes" not in config:
-        settings, note = with_host_memory(settings, given, offloads=offloads)
+        settings, note = serve.with_host_memory(settings, given, offloads=offloads)
         click.echo(f"s3kv: {note}", err=True)
-    return kv_transfer_config(settings, given, offloads=offloads)
+    elif offloads:
+        serve.check_shm(settings.host_bytes, math.prod(serve.sizes(given)), "host_bytes is")
+    return serve.kv_transfer_config(settings, given, offloads=offloads)
 
 
 def _examine(config: Config) -> None:

@@ -54,8 +54,8 @@ connector_option = click.option(
     default="auto",
     show_default=True,
     help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs, unless "
-    "requests have media, adapters or prompt embeddings, attention has windows, or ranks are on "
-    "several hosts.",
+    "requests have media, adapters, prompt embeddings or priorities, attention has windows, or "
+    "ranks are on several hosts.",
 )
 host_bytes_option = click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
 
@@ -68,7 +68,7 @@ host_bytes_option = click.option("--host-bytes", metavar="SIZE", help="Host memo
 @click.option(
     "--encoder-outputs/--no-encoder-outputs",
     default=None,
-    help="Cache encoder outputs; by default for a multi-modal model.",
+    help="Cache encoder outputs; by default for a multi-modal model on one host.",
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the command, and run nothing.")
 @partial(with_settings, file_option="--settings", parsed=dict)  # --config is vLLM's
@@ -86,7 +86,8 @@ def serve(
     MODEL stands before the options of vLLM, which are passed on unchanged, --config included. This
     command adds --kv-transfer-config, --shutdown-timeout, and --ec-transfer-config for a model that
     is multi-modal by its config.json. Host memory is a quarter of the memory that is available (a
-    sixteenth on CPUs, where vLLM takes most of it), from 256 MiB to 64 GiB per worker.
+    sixteenth on CPUs, where vLLM takes most of it), and with vLLM's connector at most half of the
+    space free in /dev/shm; from 256 MiB to 64 GiB per worker. The exit code is vLLM's once it runs.
     """
     program, given, notes = server_of(model), given_options(options), []
     refuse_connectors(given)
@@ -103,6 +104,8 @@ def serve(
     if "host_bytes" not in config:
         settings, note = with_host_memory(settings, given, offloads=offloads, encodes=encodes)
         notes.append(note)
+    elif offloads and not (as_json or only_print):
+        check_shm(settings.host_bytes, math.prod(sizes(given)), "host_bytes is")
     added = options_to_add(settings, given, offloads=offloads, encodes=encodes)
     command = [*program, *added, *options]
     if as_json:
@@ -176,18 +179,25 @@ def share(budget: int, slabs: int) -> int:
 
 def _budget(part: int, in_shm: int) -> tuple[int, str]:
     """Host memory for all workers of a server, 1/`part` of the available, and its origin. in_shm:
-    the number of workers with memory in /dev/shm. Raises `ConfigError` if they do not fit there."""
+    the number of workers with memory in /dev/shm. Raises as `check_shm` does."""
     free_bytes = memory_limits().available_bytes
     budget = (free_bytes // part, f"1/{part} of the {size(free_bytes)} available")
     if not in_shm:
         return budget
+    free = check_shm(_LEAST_BYTES, in_shm, "vLLM's OffloadingConnector takes at least")
+    return min(budget, (free // 2, f"half of the {size(free)} free in {SHM}"))
+
+
+def check_shm(each_bytes: int, workers: int, takes: str) -> int:
+    """Bytes free in /dev/shm. Raises `ConfigError` if they are less than `each_bytes` for each of
+    the workers. takes: the beginning of the clause with that size."""
     shm = os.statvfs(SHM)
     shm_bytes = shm.f_bavail * shm.f_frsize
-    if in_shm * _LEAST_BYTES > shm_bytes:
-        least = f"at least {size(_LEAST_BYTES)} for each of {count(in_shm, 'worker')}"
-        told = f"{SHM} has {size(shm_bytes)} free, and vLLM's OffloadingConnector takes {least}"
-        raise ConfigError(f"{told}: {MORE_SHM}; or add --connector S3KVConnector")
-    return min(budget, (shm_bytes // 2, f"half of the {size(shm_bytes)} free in {SHM}"))
+    if workers * each_bytes > shm_bytes:
+        each = f"{size(each_bytes)} for each of {count(workers, 'worker')}"
+        told = f"{SHM} has {size(shm_bytes)} free, and {takes} {each}: {MORE_SHM}"
+        raise ConfigError(f"{told}; or add --connector S3KVConnector")
+    return shm_bytes
 
 
 def given_options(words: Sequence[str]) -> dict[str, str]:

@@ -36,7 +36,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red", "skipped": "
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Workers of all engines on this host: tensor × pipeline parallel size.",
+    help="Workers of all engines on this host: the sum of their tensor × pipeline parallel sizes.",
 )
 @click.option(
     "--hash-algo",

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from lab.memory_store import MemoryStore
-from s3kv.cli import prove
+from s3kv.cli import prove, serve
 from s3kv.cli.app import cli
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.prove import arms as proof
@@ -42,8 +42,8 @@ def arms(monkeypatch: pytest.MonkeyPatch, boto: Any) -> dict[str, Any]:
             yield name, ArmFacts(**fact)
 
     monkeypatch.setattr(proof, "run_arms", run_arms)
-    monkeypatch.setattr(prove, "server_of", lambda model: [])
-    monkeypatch.setattr(prove, "read_model_config", lambda model, given: {})  # asks the hub
+    monkeypatch.setattr(serve, "server_of", lambda model: [])
+    monkeypatch.setattr(serve, "read_model_config", lambda model, given: {})  # asks the hub
     return told
 
 
@@ -139,6 +139,7 @@ def test_the_bucket_is_cleaned_however_it_ends(run: Run, boto: Any, arms: dict[s
         (["--arms", "off,coldd"], "--arms has coldd: allowed are off"),
         (["--html", "nowhere/proof.html"], "--html is 'nowhere/proof.html': its folder"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config is set"),
+        (["--connector", "OffloadingConnector", "--host-bytes", "900TiB"], "host_bytes is 900.0"),
         (["--connector-json", "{"], "--connector-json is not JSON"),
         (["--connector-json", "[]"], "--connector-json has no kv_connector"),
     ],

@@ -165,6 +165,10 @@ def test_shm_has_room_for_all_workers(folder: Path, monkeypatch: pytest.MonkeyPa
     has_shm(monkeypatch, 2**28)
     assert run(*given).exit_code == 0
     refused(run(*given, "-dp", "2"), "for each of 2 workers")
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("vLLM was started"))
+    told = "/dev/shm has 256.0 MiB free, and host_bytes is 1.0 GiB for each of 2 workers: make"
+    refused(run("m", *SET, "-tp", "2"), told, "; or add --connector S3KVConnector\n")
+    assert run("m", *SET, "--print").exit_code == 0, "for another host, perhaps"
 
 
 @pytest.mark.parametrize("version", [GPU, CPU])
