@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.stores.s3.address import zone_of
+from s3kv.stores.s3.address import is_refreshable
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.types import Outcome
 from s3kv.upkeep.cleaner import LEASE_S, REFRESHED
@@ -73,12 +73,13 @@ class RefreshRule:
         own_s = config.refresh_after_s or math.inf
         idle_s = config.bucket_idle_s / REFRESHED or math.inf
         keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
-        if zone_of(config.bucket) is None:
+        if is_refreshable(config.bucket):
             return cls(min(own_s, idle_s), rng, follows_cleaner=keeps, most_s=own_s)
         if keeps or own_s < math.inf:
             _log.warning(
-                "objects in a directory bucket are not refreshed: refresh_after_s has no effect, "
-                "and bucket_bytes and bucket_idle_s delete by the age of the first write"
+                "objects in directory buckets and behind multi-region access points are not "
+                "refreshed: refresh_after_s has no effect, and bucket_bytes and bucket_idle_s "
+                "delete by the age of the first write"
             )
         return cls(math.inf, rng)
 

@@ -17,8 +17,8 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
-from s3kv.stores.s3.address import find_address, zone_of
-from s3kv.stores.s3.answers import arn_of
+from s3kv.stores.s3.address import find_address, is_refreshable, zone_of
+from s3kv.stores.s3.answers import arn_of, partition_of
 from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose, open_store
 from s3kv.stores.store import ObjectStore
 
@@ -223,7 +223,7 @@ class BucketExamination:
     def _refreshes(self) -> bool:
         config = self.config  # as in `RefreshRule.of`
         bound = config.refresh_after_s or config.bucket_bytes or config.bucket_idle_s
-        return bound > 0 and zone_of(config.bucket) is None
+        return bound > 0 and is_refreshable(config.bucket)
 
     async def _refresh(self) -> None:
         """Try the copy of an object onto itself."""
@@ -311,10 +311,10 @@ class BucketExamination:
                 raise StoreDenied(f"the versions of {key} stay: {_VERSIONS_LEFT}")
 
     def _resource(self, *, on_bucket: bool = False) -> str:
-        bucket = self.config.bucket
+        bucket, region = self.config.bucket, self.store.traffic.region
         if zone_of(bucket) is not None:
-            return f"arn:aws:s3express:*:*:bucket/{bucket}"
-        return arn_of(bucket, None if on_bucket else f"{self.config.prefix}/*")
+            return f"arn:{partition_of(region)}:s3express:*:*:bucket/{bucket}"
+        return arn_of(region, bucket, None if on_bucket else f"{self.config.prefix}/*")
 
     def _fail(self, check: str, error: StoreError, action: str, *, on_bucket: bool = False) -> None:
         if zone_of(self.config.bucket) is not None:

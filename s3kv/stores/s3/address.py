@@ -92,6 +92,12 @@ def zone_of(bucket: str) -> str | None:
     return match[1] if match else None
 
 
+def is_refreshable(bucket: str) -> bool:
+    """Whether objects there are refreshed by a copy onto themselves: not in a directory bucket, and
+    not behind a multi-region access point, which S3 takes as the destination of a copy only."""
+    return zone_of(bucket) is None and not re.fullmatch(r"arn:.+\.mrap", bucket)
+
+
 def find_address(config: Config) -> Address:
     """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
 

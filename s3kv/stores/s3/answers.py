@@ -36,6 +36,11 @@ VERBS = {
 }
 """The verb that a request is counted under, by its IAM action; a HEAD is counted as "HEAD"."""
 _XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_PARTITIONS = {
+    **{"cn": "aws-cn", "us-gov": "aws-us-gov", "eusc-de": "aws-eusc", "us-iso": "aws-iso"},
+    **{"us-isob": "aws-iso-b", "eu-isoe": "aws-iso-e", "us-isof": "aws-iso-f"},
+}
+"""AWS's partitions other than "aws", by the first words of their regions' names."""
 _Members = Mapping[str, str]
 _HAD_CHANGED = ("PreconditionFailed", "ConditionalRequestConflict")
 _UNREADABLE = (ElementTree.ParseError, LookupError, ValueError)
@@ -57,14 +62,19 @@ class Call:
     region: str
 
     def __str__(self) -> str:
-        return f"{self.action} on {arn_of(self.bucket, self.key)} at {self.endpoint}"
+        return f"{self.action} on {arn_of(self.region, self.bucket, self.key)} at {self.endpoint}"
 
 
-def arn_of(bucket: str, key: str | None = None) -> str:
+def partition_of(region: str) -> str:
+    """AWS's partition of a region, such as "aws-cn"; "aws" for the region of another store."""
+    return _PARTITIONS.get(region.rsplit("-", 2)[0], "aws")
+
+
+def arn_of(region: str, bucket: str, key: str | None = None) -> str:
     """ARN of a bucket or an object for a policy. bucket: a name, or an access point's ARN."""
-    if bucket.startswith("arn:"):
-        return bucket if key is None else f"{bucket}/object/{key}"
-    return f"arn:aws:s3:::{bucket}" if key is None else f"arn:aws:s3:::{bucket}/{key}"
+    is_arn = bucket.startswith("arn:")
+    arn = bucket if is_arn else f"arn:{partition_of(region)}:s3:::{bucket}"
+    return arn if key is None else f"{arn}{'/object/' if is_arn else '/'}{key}"
 
 
 _RENEW = "renew the credentials: their session has ended"
@@ -268,7 +278,7 @@ def error_about(
         hint = ""
         if call.action == "s3:GetObject":
             # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html, "Permissions"
-            bucket = arn_of(call.bucket)
+            bucket = arn_of(call.region, call.bucket)
             hint = f"; without s3:ListBucket on {bucket}, S3 answers so for missing objects too"
         return StoreDenied(f"{what}: {DENIED.get(code, DENIED['AccessDenied'])}{hint}", code=code)
     for codes, statuses, kind, words in _ERRORS:

@@ -103,8 +103,7 @@ class S3Store:
     """
 
     def __init__(self, config: Config, client: S3Client) -> None:
-        self.client, self.traffic = client, client.traffic
-        self._config = config
+        self.client, self.traffic, self._config = client, client.traffic, config
         self._conditional_puts: bool | None = None
         """Whether the server supports them; None: not known yet."""
         self._knows_batches = True

@@ -413,22 +413,21 @@ async def test_a_shutdown_does_not_wait_for_copies() -> None:
         assert await worker.hear() == wire.Drained(0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({}, 0), ({"bucket": "cache--use1-az4--x-s3", "refresh_after_s": AFTER_S}, 1)],
-    ids=["off", "directory bucket"],
-)
+BUCKETS = ["bkt", "cache--use1-az4--x-s3", "arn:aws:s3::123456789012:accesspoint/mfzwi23gn.mrap"]
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=["off", "directory bucket", "multi-region"])
 async def test_where_it_is_off_nothing_is_copied(
-    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], said: int
+    caplog: pytest.LogCaptureFixture, bucket: str
 ) -> None:
     caplog.set_level(logging.WARNING)
-    bucket = Bucket(1, age_s=1e9)
-    greeting = rig.handshake(rig.Config(**{"bucket": "bkt", **settings}))
-    async with rig.serving(bucket, greeting=greeting) as (worker, _):
+    store, is_set = Bucket(1, age_s=1e9), bucket != "bkt"
+    greeting = rig.handshake(rig.Config(bucket=bucket, refresh_after_s=AFTER_S * is_set))
+    async with rig.serving(store, greeting=greeting) as (worker, _):
         await worker.end_of(rig.fetch(1))
         await asyncio.sleep(0.05)
-        assert not bucket.asked["refresh"]
-    assert sum("refresh_after_s has no effect" in message for message in caplog.messages) == said
+        assert not store.asked["refresh"]
+    assert sum("refresh_after_s has no effect" in message for message in caplog.messages) == is_set
 
 
 async def test_the_manifest_stays_as_young_as_the_chunks() -> None:

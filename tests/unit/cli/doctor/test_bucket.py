@@ -99,6 +99,9 @@ async def test_a_store_that_copies_nothing(error: StoreError, remedy: str) -> No
     found = await examined(Refusing("refresh", error), refresh_after_s=86_400.0)
     assert found["refresh"].status == "warning"
     assert remedy in found["refresh"].remedy
+    mrap = "arn:aws:s3::123456789012:accesspoint/mfzwi23gn.mrap"
+    found = await examined(Refusing("refresh", error), bucket=mrap, refresh_after_s=86_400.0)
+    assert "refresh" not in found, "S3 makes no copy from there"
 
 
 @pytest.mark.parametrize(
@@ -187,10 +190,16 @@ async def test_ctrl_c_during_a_put_that_fails(caplog: pytest.LogCaptureFixture) 
     assert caplog.text == ""
 
 
-async def test_a_directory_bucket_needs_a_session() -> None:
-    store = Refusing("check", StoreDenied("no session", code="AccessDenied"))
-    found = await examined(store, bucket="bkt--use1-az4--x-s3", read_only=True)
-    assert "allow s3express:CreateSession on arn:aws:s3express:" in found["list"].remedy
+async def test_a_refused_action_is_named_with_the_partition_of_the_region() -> None:
+    for region, bucket, allowed in (
+        ("us-gov-west-1", "bkt", "s3:ListBucket on arn:aws-us-gov:s3:::bkt"),
+        ("us-east-1", "bkt--use1-az4--x-s3", "s3express:CreateSession on arn:aws:s3express:"),
+        ("cn-north-1", "bkt--cnn1-az4--x-s3", "s3express:CreateSession on arn:aws-cn:s3express:"),
+    ):
+        store = Refusing("check", StoreDenied("no session", code="AccessDenied"))
+        store.traffic.region = region
+        found = await examined(store, bucket=bucket, read_only=True)
+        assert f"allow {allowed}" in found["list"].remedy
 
 
 def test_the_client_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import botocore.session
 import pytest
 
 from s3kv.errors import (
@@ -64,9 +67,10 @@ def error_of(status: int, code: str | None, **members: str) -> StoreError:
     ],
 )
 def test_kinds(status: int, code: str | None, kind: type[StoreError], words: str) -> None:
-    error = error_of(status, code)
+    error = error_of(status, code, Message="because")
     assert type(error) is kind
     assert words in str(error)
+    assert ("'because'" in str(error)) == (code is not None), "the server's words are passed on"
 
 
 def test_region_of_the_bucket_is_told() -> None:
@@ -76,8 +80,13 @@ def test_region_of_the_bucket_is_told() -> None:
     assert "set region to 'eu-west-1'" in str(by_header)
 
 
-def test_what_the_server_says_is_passed_on() -> None:
-    assert "'because'" in str(error_of(400, "Odd", Message="because"))
+def test_arns_are_in_the_partition_that_botocore_has_for_the_region() -> None:
+    session = botocore.session.Session()
+    partitions = session.get_available_partitions()
+    assert {"aws", "aws-cn", "aws-us-gov"} <= {*partitions}
+    for partition in partitions:
+        for region in session.get_available_regions("s3", partition):
+            assert f" on arn:{partition}:s3:::bkt/some/key at" in str(replace(CALL, region=region))
 
 
 @pytest.mark.parametrize("body", [b"", b"no xml", b"<Other><Code>X</Code></Other>", b"<Error>"])
