@@ -51,9 +51,9 @@ def read_limits(params: Any, request_id: str = "", counters: Tally | None = None
         if counters is not None:
             counters["unreadable_params"] += 1
             if _may_log("unreadable"):
-                # It may repeat the client's text.
-                reason = str(error).encode("unicode_escape").decode("ascii")
-                logger.warning(_UNREADABLE, request_id, reason[:_REASON_LENGTH])
+                # Both may be the client's text.
+                said = (ascii(text)[1:-1][:_REASON_LENGTH] for text in (request_id, str(error)))
+                logger.warning(_UNREADABLE, *said)
         return RequestLimits(save_tokens=0)
     own = given.s3kv
     save_tokens = _least(own.max_save_tokens, given.max_offload_tokens, None if own.save else 0)

@@ -59,11 +59,14 @@ def test_unreadable_parameters_make_the_request_private(
     """All are counted, and one a minute is logged: clients could fill the log."""
     monkeypatch.setattr(request_params, "_may_log", once_a_minute(lambda: 0.0))
     counters = Tally()
-    for limits in (read_limits(params), *(read_limits(params, r, counters) for r in "rstu")):
+    for limits in (
+        read_limits(params),
+        *(read_limits(params, r, counters) for r in ("r\n", *"stu")),
+    ):
         assert limits == RequestLimits(save_tokens=0)
     assert counters == {"unreadable_params": 4}
     (message,) = caplog.messages
-    assert message.startswith("s3kv saves nothing of request r, because")
+    assert message.startswith(r"s3kv saves nothing of request r\n, because")
     assert reason in message
     assert "\n" not in message, "a client writes no lines of its own into the log"
     assert len(message) < 400
