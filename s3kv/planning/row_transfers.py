@@ -130,27 +130,16 @@ class RowTransfers:
         """Report a transfer whose jobs have all ended."""
         if transfer.jobs_left:
             return
-        del self._transfers[transfer.transfer_id]
-        self._ends.append(
-            TransferEnd(
-                transfer.transfer_id,
-                transfer.is_whole,
-                tuple(transfer.succeeded),
-                now_s - transfer.began_s,
-                transfer.nbytes,
-            )
-        )
+        number, succeeded = transfer.transfer_id, tuple(transfer.succeeded)
+        del self._transfers[number]
+        seconds = now_s - transfer.began_s
+        end = TransferEnd(number, transfer.is_whole, succeeded, seconds, transfer.nbytes)
+        self._ends.append(end)
 
     def cancel_loads(self, began_before_s: float, but_of: Container[str] = ()) -> None:
         """Cancel the fetches of loads begun by `began_before_s`, except of requests in `but_of`."""
-        late = {
-            transfer.transfer_id
-            for transfer in self._transfers.values()
-            if transfer.is_load
-            and transfer.began_s <= began_before_s
-            and transfer.request_id not in but_of
-        }
-        if late:
+        loads = (t for t in self._transfers.values() if t.is_load and t.began_s <= began_before_s)
+        if late := {load.transfer_id for load in loads if load.request_id not in but_of}:
             self.cancels += [i for i, job in self.jobs.items() if job.transfer.transfer_id in late]
 
     def take_ends(self) -> list[TransferEnd]:

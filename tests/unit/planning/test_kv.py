@@ -102,15 +102,7 @@ def test_hits_are_counted_by_where_they_came_from() -> None:
     assert desk.planner.counters["hit_tokens_host"] == 2
 
 
-def bar(desk: Desk) -> None:
-    desk.planner.bar(["r"])
-
-
-def reset(desk: Desk) -> None:
-    desk.planner.reset(b"salt")
-
-
-@pytest.mark.parametrize("bar", [bar, reset])
+@pytest.mark.parametrize("bar", [lambda d: d.planner.bar(["r"]), lambda d: d.planner.reset(b"s")])
 @pytest.mark.parametrize("moment", ["queued", "waiting", "offered", "loading"])
 def test_a_barred_request_neither_loads_nor_saves_any_more(
     bar: Callable[[Desk], None], moment: str

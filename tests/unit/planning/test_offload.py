@@ -19,7 +19,6 @@ from s3kv.types import ChunkKey, Outcome
 
 HIT, RETRY, MISS = OffloadAnswer.HIT, OffloadAnswer.RETRY, OffloadAnswer.MISS
 
-
 CHUNK_TOKENS = 128
 MAX_WAIT_S = 2.0
 
@@ -153,6 +152,7 @@ def test_rows_that_others_hold_are_waited_for_and_too_many_are_a_miss() -> None:
     desk.load("a", *range(10))
     desk.end_pass("a")
     # The promises to "b" have come to nothing: it has loaded none of them.
+    assert desk.planner.counters["fetches_without_room"] == 4
     assert desk.look_up("b", *range(24, 40)) == [HIT] * 14 + [MISS] * 2
 
 
@@ -177,15 +177,9 @@ def test_a_request_that_resumes_holds_its_rows_until_it_has_them_all() -> None:
         desk.end_pass()
 
 
-def test_a_hit_for_which_there_is_no_row_is_given_up() -> None:
-    desk = Desk("a")
-    assert desk.look_up("a", 1) == [HIT]
-    desk.end_pass()
-    assert desk.planner.counters["fetches_without_room"] == 1
-
-
 def test_a_wait_ends_and_cancels_its_fetches() -> None:
-    desk = Desk("a")
+    """And nobody begins to wait for what was just given up."""
+    desk = Desk("abc")
     desk.look_up("a", 1, 2)
     jobs = desk.load("a", 1, 2)
     desk.end_pass()
@@ -199,6 +193,10 @@ def test_a_wait_ends_and_cancels_its_fetches() -> None:
     assert (end.is_whole, end.succeeded, end.nbytes) == (False, (name_of(0, 1),), 7)
     assert desk.look_up("a", 3) == [MISS]
     assert desk.planner.counters["deadline_cuts"] == 1
+    assert desk.look_up("b", 2) == [MISS]
+    desk.now_s += MAX_WAIT_S
+    desk.end_pass()
+    assert desk.look_up("c", 2) == [HIT]
 
 
 def test_uploads_alone_pause_again_and_again_while_the_store_fails() -> None:
@@ -249,20 +247,6 @@ def test_a_reset_bars_the_requests_that_live() -> None:
     assert desk.store("a", 2) == []
     assert desk.planner.counters["saves_after_reset"] == 1
     assert len(desk.store("b", 1)) == 1
-
-
-def test_nobody_begins_to_wait_for_what_was_just_given_up() -> None:
-    desk = Desk("abc")
-    desk.look_up("a", 1)
-    jobs = desk.load("a", 1)
-    desk.end_pass()
-    desk.now_s += MAX_WAIT_S + 1
-    desk.end_pass()
-    desk.end(jobs, Outcome.CANCELLED)
-    assert desk.look_up("b", 1) == [MISS]
-    desk.now_s += MAX_WAIT_S
-    desk.end_pass()
-    assert desk.look_up("c", 1) == [HIT]
 
 
 def test_fetches_of_a_request_that_has_ended_are_cancelled_when_they_are_late() -> None:

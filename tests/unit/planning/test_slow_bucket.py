@@ -116,11 +116,15 @@ def test_the_slowest_of_many_answers_is_waited_for() -> None:
     assert statistics.mean(ratios) <= 0.13
 
 
-def test_prompts_at_once_wait_behind_each_other() -> None:
+@pytest.mark.parametrize(
+    ("mib_per_s", "most", "mean"),
+    [(1024, 1.0, 0.13), (64, 1.1, 1.02), (16, 1.1, 1.02), (1, 1.1, 1.02)],
+)
+def test_prompts_at_once_wait_behind_each_other(mib_per_s: float, most: float, mean: float) -> None:
     """Fetching the last of 16 takes as long as computing it alone, but it is computed last."""
-    ratios = Case(1024, prompts=64, chunks=8, at_once=16, gap_s=200.0).ratios()
-    assert max(ratios) <= 1.0
-    assert statistics.mean(ratios) <= 0.13
+    ratios = Case(mib_per_s, prompts=64, chunks=8, at_once=16, gap_s=200.0).ratios()
+    assert max(ratios) <= most
+    assert statistics.mean(ratios) <= mean
 
 
 def test_a_fetch_that_never_ends_is_given_up_while_the_engine_computes_others() -> None:
@@ -137,10 +141,3 @@ def test_a_fetch_that_never_ends_is_given_up_while_the_engine_computes_others() 
         timeline.at(arrived_s, partial(engine.arrive, arrival))
     timeline.run()
     assert max(engine.seen.waited_s) <= 1.6, "computing it takes 0.77 s"
-
-
-@pytest.mark.parametrize("mib_per_s", [1, 16, 64])
-def test_prompts_at_once_lose_little_by_a_slow_bucket(mib_per_s: float) -> None:
-    ratios = Case(mib_per_s, prompts=64, chunks=8, at_once=16, gap_s=200.0).ratios()
-    assert max(ratios) <= 1.1
-    assert statistics.mean(ratios) <= 1.02
