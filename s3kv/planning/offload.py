@@ -8,9 +8,8 @@ itself then finds out whether the bucket has the chunk:
        ├──RETRY──▶ asked again in the next pass, until the request's deadline
        └──MISS: the rest of the prompt is computed, unless a RETRY came before in the same scan
 
-Once a request has no fetch under way, a key that failed, and every key after the deadline
-(`deadline.decide`), is a MISS for the rest of it: vLLM stores no computed chunk whose row awaits a
-fetch. No request therefore waits forever, or fetches the same absent chunk twice.
+Once a request has no fetch under way, keys that failed, and every key after its deadline, are a
+MISS for good: vLLM stores no computed chunk whose row awaits a fetch. So no request waits forever.
 
 - Chunks that the bucket may not have (probes) take few rows: a window per request, which doubles
   with every arrival, and a fraction of all rows. Groups are probed in turn: hits prove the rest.
@@ -61,6 +60,7 @@ class _OffloadRequest:
     waits no more. is_barred: it saves no more. first: smallest end token of its lookups or chunks
     to compute. computed: keys from there, with the times at which they were stored in this pass."""
 
+    number: int  # in the order of arrival
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
     promised: set[ChunkKey] = field(default_factory=set)
@@ -100,7 +100,7 @@ class OffloadPlanner:
         recompute_gate: bool = True,
     ) -> None:
         self.index, self.breaker, self.pace = index, breaker, pace
-        self.counters, self.transfers, self._step = Tally(), RowTransfers(), 0
+        self.counters, self.transfers, self._step, self._begun = Tally(), RowTransfers(), 0, 0
         self.changes: list[tuple[bytes, bool]] = []
         """Names of keys, and whether the bucket turned out to have them; its reader clears it."""
         self._is_observed, self._recompute_gate = is_observed, recompute_gate
@@ -123,7 +123,8 @@ class OffloadPlanner:
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
         """Add a new request. limits: vLLM enforces a limit on loads, unless it is 0."""
-        self._requests[request_id] = _OffloadRequest(limits, window=self._first_window)
+        self._begun += 1
+        self._requests[request_id] = _OffloadRequest(self._begun, limits, window=self._first_window)
 
     def finish(self, request_id: str) -> None:
         """Forget a request. Its fetches continue, because others may wait for the same rows."""
@@ -180,8 +181,7 @@ class OffloadPlanner:
         return OffloadAnswer.HIT
 
     def _may_probe(self, request: _OffloadRequest, group: int) -> bool:
-        if request.probes == 0:
-            request.probed_group = group
+        request.probed_group = request.probed_group if request.probes else group
         is_free = request.probes < request.window and self._probes < self._most_probes
         return is_free and not (request.lost and request.fetching) and request.probed_group == group
 
@@ -204,7 +204,7 @@ class OffloadPlanner:
         """End a pass, after its loads. scheduled: requests begun, whose rows vLLM has pinned."""
         waiting = 0
         self.pace.step_started(now_s, 0, sum(self.pace.queue(now_s, 1)))  # all queued has begun
-        for request_id, request in tuple(self._active.items()):
+        for request_id, request in sorted(self._active.items(), key=lambda item: item[1].number):
             self._measure(request)
             if request.new:  # vLLM had no rows for these, and treats them as MISS
                 self._give_up_new(request)

@@ -366,6 +366,18 @@ def test_prompts_at_once_give_up_a_stalled_bucket_one_after_another(groups: int)
 
 @pytest.mark.parametrize(("arriving", "given_up"), [("a", 0), ("b", 8)])
 def test_arrivals_before_its_own_make_a_request_patient(arriving: str, given_up: int) -> None:
+def test_a_request_waits_behind_none_that_came_later() -> None:
+    """It has no fetch, because theirs are all the probes there may be."""
+    desk = Desk("abc", rows=128)
+    for name, first in (("b", 10), ("c", 20)):
+        desk.look_up(name, *range(first, first + 8))
+        desk.load(name, *range(first, first + 8))
+    while desk.look_up("a", 1) == [RETRY]:
+        desk.end_pass()
+        desk.now_s += 0.01
+    assert desk.now_s == pytest.approx(11.0, abs=0.05)
+
+
     desk, fetches = Desk("abc", rows=128), {}
     for name, chunks in (("a", range(8)), ("b", range(10, 18))):
         desk.look_up(name, *chunks)
