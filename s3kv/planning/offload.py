@@ -118,7 +118,7 @@ class OffloadPlanner:
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}  # given up; no request starts to wait until then
-        self._tried_s = 0.0  # of the last arrival, or of the last wait that ignored the estimates
+        self._tried_s, self._arrived_s = 0.0, -math.inf  # last trial or arrival; last arrival
         self._compute_s = 1e6  # per chunk; so long that only patience counts until it is measured
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
@@ -260,7 +260,7 @@ class OffloadPlanner:
             wait=wait,
             missing=missing,
             unproven=request.probes,
-            progress_s=self._tried_s if self.transfers.is_behind(request.fetching) else -math.inf,
+            progress_s=self._arrived_s if self.transfers.is_behind(request.fetching) else -math.inf,
             queue=queue,
             compute_s=self._compute_s,
             forecast=forecast,
@@ -382,7 +382,7 @@ class OffloadPlanner:
             request.found.add(key.block_hash)
             request.window = min(2 * request.window, _LARGEST_WINDOW)
             request.wait.arrived(now_s)
-            self._tried_s = now_s
+            self._tried_s = self._arrived_s = now_s
             return
         request.lost.add(key)
         request.wait.wake()

@@ -364,8 +364,6 @@ def test_prompts_at_once_give_up_a_stalled_bucket_one_after_another(groups: int)
     assert closed == pytest.approx([1.0 + place * 0.13 / groups for place in range(4)], abs=0.05)
 
 
-@pytest.mark.parametrize(("arriving", "given_up"), [("a", 0), ("b", 8)])
-def test_arrivals_before_its_own_make_a_request_patient(arriving: str, given_up: int) -> None:
 def test_a_request_waits_behind_none_that_came_later() -> None:
     """It has no fetch, because theirs are all the probes there may be."""
     desk = Desk("abc", rows=128)
@@ -378,7 +376,11 @@ def test_a_request_waits_behind_none_that_came_later() -> None:
     assert desk.now_s == pytest.approx(11.0, abs=0.05)
 
 
-    desk, fetches = Desk("abc", rows=128), {}
+@pytest.mark.parametrize(("arriving", "given_up"), [("a", 0), ("b", 8), ("", 16)])
+def test_arrivals_before_its_own_make_a_request_patient(arriving: str, given_up: int) -> None:
+    """The trial wait of "d", a minute after the last arrival or trial, is no arrival."""
+    desk, fetches = Desk("abcd", rows=128), {}
+    desk.now_s = 59.5
     for name, chunks in (("a", range(8)), ("b", range(10, 18))):
         desk.look_up(name, *chunks)
         fetches[name] = desk.load(name, *chunks)
@@ -386,9 +388,11 @@ def test_a_request_waits_behind_none_that_came_later() -> None:
     desk.end_pass()
     desk.now_s += 0.7
     desk.look_up("c", 20)
-    desk.end(fetches[arriving][:1])
-    desk.now_s += 0.4
-    desk.end_pass()
+    desk.look_up("d", 30)
+    desk.end(fetches.get(arriving, [])[:1])
+    for _ in range(3):
+        desk.end_pass()
+        desk.now_s += 0.31
     assert len(desk.planner.transfers.take_cancels()) == given_up
     assert desk.look_up("c", 20) != [MISS], "it has no fetch yet, so all are before it"
 
