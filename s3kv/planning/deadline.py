@@ -42,7 +42,7 @@ computing everything after it."""
 
 class Queue(NamedTuple):
     """Chunks that the engine still has to compute. begun: of the requests in its last step; new: of
-    those whose waits have ended since."""
+    those that it has been given since."""
 
     begun: float = 0.0
     new: float = 0.0

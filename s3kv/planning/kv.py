@@ -235,10 +235,8 @@ class KVPlanner:
         return True
 
     def _offer(self, request: PlannedRequest) -> Answer:
-        for lookup in request.lookups:
-            self._overdue |= {job.job_id: job for job in lookup.pending.values()}
+        self._overdue |= {j.job_id: j for one in request.lookups for j in one.pending.values()}
         tokens = request.offer()
-        self.pace.new_tokens += self._left(request, request.local_tokens + tokens)
         return Answer(False, tokens) if tokens else NOTHING
 
     def _left(self, request: PlannedRequest, tokens: int) -> int:
@@ -258,9 +256,11 @@ class KVPlanner:
                 # Another connector may write to the blocks before the request is scheduled.
                 if (own_tokens := self._looked_up.get(request_id)) is not None:
                     self._fences |= self._fences_behind(own_tokens, block_ids)
+                    self.pace.new_tokens += self._left(request, own_tokens)
             return
         request.step(RequestEvent.LOAD)
         end = request.local_tokens + external_tokens
+        self.pace.new_tokens += self._left(request, end)
         parts: list[CopyPart] = []
         for lookup in request.lookups:
             parts += lookup.load_parts(block_ids, request.local_tokens, end)

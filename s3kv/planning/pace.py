@@ -147,7 +147,7 @@ class Pace(FetchPace):
         self._step_ended_s = -math.inf
         self._begun_tokens = self._begun_s = 0.0  # of the requests in the last step
         self.new_tokens = 0.0
-        """Tokens to compute of the requests whose waits have ended since the last step started."""
+        """Tokens that the engine has been given to compute since the last step started."""
 
     def fetched(
         self,

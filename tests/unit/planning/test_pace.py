@@ -34,15 +34,28 @@ def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
     return desk
 
 
-def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
+@pytest.mark.parametrize("outcome", [OK, Outcome.CANCELLED])
+def test_a_bucket_slower_than_computing_is_not_waited_for(outcome: Outcome) -> None:
     desk = measured(seconds_per_chunk=0.6)
     assert desk.ask("r", "aaaa") == NOTHING
-    late = desk.fetches()
+    late = fetches_of(plan := desk.plan())
     assert desk.keys(late) == [desk.key("aaaa")], "it is asked for all the same"
+    assert (plan.withdrawals, plan.cancels) == (tuple(fetch.job_id for fetch in late), ())
     desk.admit("r", [0, 1])
-    desk.end(late)
+    desk.end(late, outcome)
     assert desk.pinned() == 0, "who has been answered holds nothing"
-    assert desk.ask("next", "aaaazz") == Answer(False, 4)
+    assert desk.planner.ledger.table.statistics().reserved == 0
+    assert desk.ask("next", "aaaazz") == (Answer(False, 4) if outcome is OK else NOTHING)
+
+
+@pytest.mark.parametrize(("is_placed", "answer"), [(True, WAIT), (False, NOTHING)])
+def test_a_prompt_is_before_others_once_it_is_placed(is_placed: bool, answer: Answer) -> None:
+    """The engine also asks, in every step, about one that waits for an image."""
+    desk = measured(seconds_per_chunk=0.6)
+    assert desk.ask("other", "aaaa") == NOTHING
+    if is_placed:
+        desk.admit("other")
+    assert desk.ask("r", "bbbb") == answer
 
 
 def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
@@ -84,17 +97,6 @@ def test_giving_up_counts_until_something_arrives() -> None:
     assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "until one arrives"
     pace.gave_up(0.1, 1)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "less than is known to be needed"
-
-
-def test_what_comes_too_late_is_withdrawn() -> None:
-    desk = measured(seconds_per_chunk=0.6)
-    assert desk.ask("r", "aaaa") == NOTHING
-    plan = desk.plan()
-    assert plan.withdrawals == tuple(fetch.job_id for fetch in fetches_of(plan))
-    assert plan.cancels == ()
-    desk.admit("r", [0, 1])
-    desk.end(fetches_of(plan), Outcome.CANCELLED)
-    assert desk.planner.ledger.table.statistics().reserved == 0
 
 
 def test_what_somebody_else_waits_for_is_not_withdrawn() -> None:
@@ -288,6 +290,7 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
     assert desk.lookup("r") == WAIT
     desk.now_s = PATIENCE_S
     assert desk.lookup("r") == NOTHING
+    desk.admit("r")
     assert desk.ask("next", "zzzzyyyyxxxx") == WAIT, "the engine has the first to compute"
     fetches = desk.fetches()
     desk.now_s += 2.5
