@@ -158,6 +158,7 @@ def _offload_planner(planner: OffloadPlanner) -> None:
         probes = sum(transfers.jobs[job_id].is_probe for job_id in request.fetching.values())
         assert request.probes == probes + sum(request.new.values())
     assert planner._probes == sum(request.probes for request in requests)
+    assert planner._names.keys() == {*planner.index.due}
 
 
 CHECKS: dict[type, Callable[[Any], None]] = {

@@ -138,7 +138,7 @@ class OffloadPlanner:
     def reset(self) -> None:
         """Forget all verdicts. Live requests no longer load or save: they may have old KV."""
         self.index.forget()
-        self._uses.clear()
+        self._names, self._uses = {}, {}
         self.transfers.cancel_loads(math.inf)
         for request in self._requests.values():
             request.is_closed = request.is_barred = True

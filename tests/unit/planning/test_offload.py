@@ -240,8 +240,10 @@ def test_a_store_uploads_the_missing_or_is_shed(
 
 def test_a_reset_bars_the_requests_that_live() -> None:
     desk = Desk("a")
-    desk.end(desk.store("a", 1))
+    desk.end(desk.store("a", 1), fresh_s=0.0)
+    desk.planner.use(row_key(name_of(0, 1)), desk.now_s)
     desk.planner.reset()
+    desk.end_pass()  # the books: nothing is kept of that use
     desk.planner.begin("b")
     assert [desk.look_up(name, 5) for name in "ab"] == [[MISS], [HIT]]
     assert desk.store("a", 2) == []
