@@ -47,6 +47,8 @@ _COUNTERS = (
 )
 _CLEAN_EVERY_S = 1.0
 _MOST_USES = 2**14
+_MOST_READS = 2**12
+"""Most reads that have not come back. Where the disk hangs, each keeps about 6 KB."""
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -113,7 +115,7 @@ class DiskSource:
         self._fresh_until_s: dict[str, float] = {}
         """By key; the most recently used are last."""
         self._closing = threading.Event()
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks, self._reads = set[asyncio.Future[Any]](), set[asyncio.Future[Any]]()
 
     def start(self) -> None:
         """Start counting the files; no job waits for it. Nothing is written until it is done."""
@@ -160,13 +162,19 @@ class DiskSource:
         over, using = threading.Event(), threading.Lock()
 
         def read() -> tuple[int | None, Mismatch | None]:
+            if over.is_set():
+                return None, None
             nbytes = self._directory.read(job.key, job.place, over.is_set, using)
             with using:
                 if nbytes is None or over.is_set():
                     return None, None
                 return nbytes, job.format.check(job.place, nbytes, job.block_hash)
 
+        if len(self._reads) >= _MOST_READS:
+            raise TimeoutError(0, "earlier reads hang")
         reading = asyncio.ensure_future(self._workers.read(read))
+        self._reads.add(reading)
+        reading.add_done_callback(self._read_ended)
         try:
             done, _ = await asyncio.wait([reading], timeout=PATIENCE_S)
             if not done:
@@ -175,7 +183,11 @@ class DiskSource:
         finally:
             with using:  # a thread that hangs must not touch the place when it continues
                 over.set()
-            reading.cancel()
+
+    def _read_ended(self, reading: asyncio.Future[Any]) -> None:
+        self._reads.discard(reading)
+        if not reading.cancelled():
+            reading.exception()  # retrieved: asyncio logs errors that are not
 
     async def keep(self, job: TransferJob, nbytes: int) -> None:
         """Copy the first `nbytes` of the job's place (a whole object), and have the copy written to
@@ -244,5 +256,5 @@ class DiskSource:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
         self._closing.set()
         self._workers.close()
-        for task in self._tasks:
+        for task in self._tasks | self._reads:
             task.cancel()
