@@ -55,9 +55,9 @@ async def believes_every_file(self: DiskSource, job: TransferJob) -> tuple[int |
 
 @instead_of(DiskSource, "fetch")
 async def fails_a_fetch_when_the_disk_fails(self: DiskSource, job: TransferJob) -> JobEnd | None:
-    before = self.counters["failed"]
+    before = self.counters["io_disk_failed"]
     end = await fetch(self, job)
-    if self.counters["failed"] > before and end is None:
+    if self.counters["io_disk_failed"] > before and end is None:
         raise StoreUnavailable("the disk has failed")
     return end
 
@@ -120,7 +120,7 @@ def writes_under_the_name_itself(
         return "there"
     if not reserves(self, place.nbytes):
         return "full"
-    calls.os.makedirs(path.parent, exist_ok=True)
+    disk._make_folder(path.parent)
     fd = calls.os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         return "written" if disk._fill(fd, place, is_over) else "over"
