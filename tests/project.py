@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,6 +23,13 @@ def makeflags(folder: Path, arguments: str = "") -> str:
     stamp = folder / "stamp"
     stamp.touch()
     return f"STAMP={stamp} BIN={Path(sys.executable).parent} ARGS={arguments}"
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip a test for what this machine lacks. On CI, where nothing may be lacking, it fails."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def plant(root: Path, files: dict[str, str]) -> None:

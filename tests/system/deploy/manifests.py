@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from s3kv.config import Config
-from tests.project import ROOT
+from tests.project import ROOT, skip_or_fail
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -130,7 +128,7 @@ def nbytes(quantity: str) -> int:
 def render(folder: Path) -> Rendered:
     """What `kubectl apply --kustomize` would send. Without kubectl: skipped, on CI a failure."""
     if shutil.which("kubectl") is None:
-        pytest.fail("no kubectl") if os.environ.get("CI") else pytest.skip("no kubectl")
+        skip_or_fail("no kubectl")
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)],
         capture_output=True, text=True, check=False, timeout=200,

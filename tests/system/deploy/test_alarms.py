@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import yaml
 
 from lab.prometheus import missing_programs
 from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE
-from tests.project import ROOT
+from tests.project import ROOT, skip_or_fail
 
 RULES = ROOT / "deploy/prometheus/s3kv.rules.yaml"
 GROUP: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
@@ -93,8 +92,7 @@ UNKNOWN_TO_EC = ("vllm:prompt_tokens", "hit_tokens", "slab_bytes{%s,state='dirty
 @pytest.fixture(autouse=True)
 def _programs() -> None:
     if missing := missing_programs():
-        reason = f"not installed: {', '.join(missing)} (Debian's package: prometheus)"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        skip_or_fail(f"not installed: {', '.join(missing)} (Debian's package: prometheus)")
 
 
 def promtool(*arguments: str) -> str:

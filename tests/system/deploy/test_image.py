@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import s3kv
-from tests.project import ROOT
+from tests.project import ROOT, skip_or_fail
 from tests.system.deploy.manifests import DOCKERFILE, VLLM_VERSION
 from tests.system.deploy.stand_in import BASE, COMPUTES, Buildah, build_base
 
@@ -29,8 +29,7 @@ IMAGE = f"s3kv-vllm:{VLLM_VERSION}"
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     """Without buildah, uv and the right to change roots the tests are skipped, on CI they fail."""
     if shutil.which("buildah") is None or os.geteuid() != 0:
-        reason = "no buildah (Debian's package: buildah), or not root"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        skip_or_fail("no buildah (Debian's package: buildah), or not root")
     buildah = Buildah(tmp_path_factory.mktemp("buildah"))
     yield buildah
     buildah.close()
@@ -45,7 +44,6 @@ def build(buildah: Buildah, *arguments: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def container(buildah: Buildah, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Name of a container of the image."""
     build_base(buildah, tmp_path_factory.mktemp("base"), f"{BASE}:v{VLLM_VERSION}", HELD)
     code, told = build(buildah)
     assert code == 0, told

@@ -181,7 +181,6 @@ GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "
 
 @pytest.fixture(scope="module")
 def parser() -> Any:
-    """Of `vllm serve`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what vLLM imports
         return serve_parser()

@@ -6,7 +6,6 @@ tier serves; and one engine that encodes images, whose metrics are those a serve
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from lab.engine import Engine
 from lab.prometheus import Prometheus, missing_programs, prometheus
 from lab.s3 import S3Server
 from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE
-from tests.project import ROOT
+from tests.project import ROOT, skip_or_fail
 from tests.system.deploy.test_dashboard import PANELS, VARIABLES
 from tests.system.e2e.conftest import START_AND_STOP_S, changed, new_bucket, patient_for
 from tests.system.e2e.pictures import VISION, ask, ec_connector
@@ -40,8 +39,7 @@ def observed(
     s3: S3Server, tiny: Path, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     if missing := missing_programs():
-        reason = f"not installed: {', '.join(missing)} (Debian's package: prometheus)"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        skip_or_fail(f"not installed: {', '.join(missing)} (Debian's package: prometheus)")
     home = tmp_path_factory.mktemp("prometheus")
     with new_bucket(s3) as bucket:
         prices = {"aws_hosts": [""]}

@@ -22,6 +22,7 @@ from s3kv.objects.encryption import EncryptedForm
 from s3kv.objects.envelope import Envelope
 from s3kv.objects.headers import Mismatch, read_header
 from s3kv.place import Place
+from tests.project import ROOT, skip_or_fail
 from tests.system.fuzz import chunks, targets
 from tests.system.fuzz.targets import (
     DOWN,
@@ -35,7 +36,6 @@ from tests.system.fuzz.targets import (
     edited,
 )
 
-ROOT = Path(__file__).parents[3]
 NIGHTLY_SECONDS = int(os.environ.get("S3KV_FUZZ_SECONDS", "60"))
 
 edits = st.lists(
@@ -198,7 +198,7 @@ def test_no_chunk_crashes_the_decoder(seed: int) -> None:
 def test_libfuzzer(name: str, tmp_path: Path) -> None:
     """Guided by coverage; S3KV_FUZZ_SECONDS each. What fails is told in Base64."""
     if importlib.util.find_spec("atheris") is None:
-        pytest.fail("atheris is not installed") if os.environ.get("CI") else pytest.skip("atheris")
+        skip_or_fail("atheris is not installed")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number, data in enumerate(SEEDS.get(name, [b""])):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.project import skip_or_fail
 from tests.system.infra.applied import Applied, applied
 from tests.system.infra.terraform import (
     SHOWN,
@@ -37,7 +37,7 @@ def terraform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terraform]:
     try:
         terraform = Terraform(tmp_path_factory.mktemp("terraform"))
     except ToolMissing as missing:
-        pytest.fail(str(missing)) if os.environ.get("CI") else pytest.skip(str(missing))
+        skip_or_fail(str(missing))
     yield terraform
     terraform.close()
 

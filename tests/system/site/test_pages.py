@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.project import ROOT
+from tests.project import ROOT, skip_or_fail
 
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("site")]
 PHONE, LAPTOP, WIDE = 390, 1300, 1920
@@ -35,8 +34,7 @@ def browser() -> Iterator[Any]:
     """Debian's headless Chromium. Without it the tests are skipped, on CI they fail."""
     program = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if program is None or importlib.util.find_spec("playwright") is None:
-        reason = "no browser (Debian's package: chromium-headless-shell), or no playwright"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        skip_or_fail("no browser (Debian's package: chromium-headless-shell), or no playwright")
     with importlib.import_module("playwright.sync_api").sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, timeout=LIMIT_MS)
         yield browser
