@@ -15,10 +15,10 @@ import os
 import signal
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import pytest
@@ -34,6 +34,8 @@ from tests.versions import since
 
 HERE = Path(__file__).parent
 START_AND_STOP_S = 400
+FLOAT32: dict[str, Any] = {"dtype": "float32"}
+"""Of an engine in which a token does not depend on how long the hit was."""
 SECOND: dict[str, Any] = {"second_runner": True}
 """Of an engine with the runner that is vLLM's default on a GPU. Tests take it unless they take many
 steps, or the first runner is their subject."""
@@ -44,17 +46,11 @@ needs_short_convolutions = since(0, 32, "CPU kernels for convolutions over three
 _NEEDS = {"lfm2": needs_short_convolutions}
 
 
-class FamilyCase(Protocol):
-    """What a test takes for a model family of `lab.families`, by whose name the case goes."""
-
-    @property
-    def name(self) -> str: ...
-
-
 def family_params(
-    cases: Iterable[FamilyCase], *, default: Collection[str] = (), long: Collection[str] = ()
+    cases: Iterable[Any], *, default: Collection[str] = (), long: Collection[str] = ()
 ) -> list[Any]:
-    """A case for each family; one that neither `default` nor `long` names is tested at night."""
+    """A case for each family of `lab.families`, by its `name`; one that neither `default` nor
+    `long` names is tested at night."""
     found = []
     for case in cases:
         marks = [_NEEDS[case.name]] if case.name in _NEEDS else []
@@ -127,7 +123,6 @@ def new_bucket(s3: S3Server, like: str | None = None) -> Iterator[str]:
 
 @pytest.fixture
 def bucket(s3: S3Server) -> Iterator[str]:
-    """An empty bucket of this test's own."""
     with new_bucket(s3) as name:
         yield name
 
@@ -217,7 +212,7 @@ class Truth:
 
 @pytest.fixture(scope="module")
 def truth(tiny: Path, reference: References) -> Truth:
-    """In float32, where a token does not depend on how long the hit was."""
+    """In float32."""
     return Truth(reference, tiny)
 
 
@@ -242,7 +237,6 @@ def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
 
 
 def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """A copy of `connector` with other settings."""
     extra = connector["kv_connector_extra_config"] | settings
     return connector | {"kv_connector_extra_config": extra}
 
@@ -315,13 +309,9 @@ class Serve:
         assert [name for name in shared if Path(name).exists()] == []
 
 
-class Launch(Protocol):
-    """`with launch(tiny, patient, tensor_parallel_size=2) as engine`: an engine whose core and
-    ranks are processes of their own, as those of a server."""
-
-    def __call__(
-        self, model: Path, connector: dict[str, Any] | None, **engine_args: Any
-    ) -> Engine: ...
+Launch = Callable[..., Engine]
+"""`with launch(tiny, patient, tensor_parallel_size=2) as engine`: an engine whose core and ranks
+are processes of their own, as those of a server."""
 
 
 @pytest.fixture
@@ -423,7 +413,6 @@ def cached(answers: Sequence[Answer]) -> list[int | None]:
 
 
 def answered(answers: Sequence[Answer]) -> tuple[list[int | None], list[list[int]]]:
-    """What of each prompt was cached, and the tokens of its answer."""
     return cached(answers), tokens(answers)
 
 

@@ -1,8 +1,5 @@
 """Compressed objects on the real engine: the connector and the tier write them, and engines read
-them that compress nothing themselves, or miss them where nothing can decode them.
-
-In float32, where a token does not depend on how long the hit was.
-"""
+them that compress nothing themselves, or miss them where nothing can decode them."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from lab.offloading import offloading
 from lab.s3 import S3Server
 from s3kv.objects.headers import COMPRESSED_TENSOR, read_header
 from tests.system.e2e.conftest import (
+    FLOAT32,
     START_AND_STOP_S,
     Rig,
     answered,
@@ -32,7 +30,6 @@ pytest.importorskip("blosc2")
 
 PROMPTS = models.prompts(2, 1_100, seed=90)
 HIT = 1_024
-EXACT: dict[str, Any] = {"dtype": "float32"}
 
 
 def of_connector(s3: S3Server, bucket: str, **settings: Any) -> dict[str, Any]:
@@ -67,19 +64,19 @@ def without_codec(tmp_path: Path) -> dict[str, str]:
 def test_compressed_objects_are_hits_or_misses_and_never_wrong(
     rig: Rig, connect: Callable[..., dict[str, Any]], without_codec: dict[str, str]
 ) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
-    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket, compress="on"), **EXACT) as engine:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket, compress="on"), **FLOAT32) as engine:
         assert answered(engine.generate(PROMPTS)) == ([0, 0], expected)
         at_rest(engine)
     stored = rig.s3.contents(rig.bucket)
     assert stored
     check_compressed(stored)
 
-    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket, compress="off"), **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket, compress="off"), **FLOAT32) as engine:
         assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
         assert at_rest(engine)["fetch_corrupt"] == 0
 
-    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket), env=without_codec, **EXACT) as engine:
+    with rig.serve(rig.tiny, connect(rig.s3, rig.bucket), env=without_codec, **FLOAT32) as engine:
         assert answered(engine.generate(PROMPTS)) == ([0, 0], expected)
         at_rest(engine)
         assert engine.metrics()["vllm:s3kv_fetch_corrupt_codec_total"] >= len(PROMPTS)

@@ -13,6 +13,7 @@ from lab import models
 from lab.offloading import offloading
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
+    FLOAT32,
     START_AND_STOP_S,
     Rig,
     answered,
@@ -27,7 +28,6 @@ from tests.system.forms import flipped, plain_of
 
 PROMPTS = models.prompts(2, 800, seed=37)
 HIT = 6 * 128
-EXACT: dict[str, Any] = {"dtype": "float32"}
 
 
 @pytest.fixture(params=["connector", "tier"])
@@ -50,22 +50,22 @@ def files(tmp_path: Path) -> Sequence[Path]:
 def test_files_serve_a_new_process_without_a_bucket_and_bad_ones_are_a_miss_of_the_disk_alone(
     rig: Rig, connector: dict[str, Any], store: Store
 ) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
     store.start()
-    with rig.serve(rig.tiny, connector, **EXACT) as engine:
+    with rig.serve(rig.tiny, connector, **FLOAT32) as engine:
         engine.generate(PROMPTS)
         at_rest(engine)
     assert len(files(rig.tmp_path)) == 12
 
     store.remember()
     store.kill()
-    with rig.serve(rig.tiny, connector, at_rest=False, **EXACT) as engine:
+    with rig.serve(rig.tiny, connector, at_rest=False, **FLOAT32) as engine:
         assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
 
     store.start()
     for file in files(rig.tmp_path):
         file.write_bytes(flipped(file.read_bytes()))
-    with rig.serve(rig.tiny, connector, **EXACT) as engine:
+    with rig.serve(rig.tiny, connector, **FLOAT32) as engine:
         assert answered(engine.generate(PROMPTS)) == ([HIT] * 2, expected)
     for key, data in store.s3.contents(Store.BUCKET).items():
         (file,) = (f for f in files(rig.tmp_path) if f.name.startswith(Path(key).parent.name))

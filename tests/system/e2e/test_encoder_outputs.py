@@ -87,7 +87,6 @@ def zeroed(s3: S3Server, bucket: str) -> None:
     client = s3.client()
     for key in s3.objects(bucket):
         address = parse(key)
-        assert address is not None
         data = memoryview(bytearray(ITEM_BYTES))
         shape = ItemShape(vision.QUERY_TOKENS, ITEM_BYTES)
         layout = ItemFormat(address.namespace.digest, "BF16", shape)

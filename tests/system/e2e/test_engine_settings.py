@@ -16,6 +16,7 @@ import torch
 from lab import models
 from lab.engine import Engine
 from tests.system.e2e.conftest import (
+    FLOAT32,
     START_AND_STOP_S,
     Rig,
     answered,
@@ -26,7 +27,6 @@ from tests.system.e2e.conftest import (
 )
 from tests.waiting import wait_until
 
-FLOAT32 = {"dtype": "float32"}
 PROMPTS = models.prompts(3, 400, seed=50)
 HIT = 3 * 128
 

@@ -1,7 +1,4 @@
-"""What breaks around a serving engine may cost a hit, never a token, a request or an engine.
-
-Everything here runs in float32, where a token does not depend on how long the hit was.
-"""
+"""What breaks around a serving engine may cost a hit, never a token, a request or an engine."""
 
 from __future__ import annotations
 

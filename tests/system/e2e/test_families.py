@@ -16,6 +16,7 @@ import pytest
 from lab import families, models
 from lab.engine import Ask
 from tests.system.e2e.conftest import (
+    FLOAT32,
     START_AND_STOP_S,
     Rig,
     answered,
@@ -32,7 +33,6 @@ from tests.system.forms import blank
 from tests.versions import VERSION
 from tests.waiting import wait_until
 
-EXACT = {"dtype": "float32"}
 SHARED = 512
 
 
@@ -194,8 +194,8 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(rig: Rig
     step, and saves read blocks that the next step wants."""
     model = families.build(rig.models_dir, families.GEMMA3)
     asks = shared_prefix(6)
-    expected = tokens(rig.reference.engine(model, **EXACT).generate(asks))
-    tight = EXACT | {
+    expected = tokens(rig.reference.engine(model, **FLOAT32).generate(asks))
+    tight = FLOAT32 | {
         "max_model_len": 1_024,
         "max_num_batched_tokens": 256,
         "num_gpu_blocks_override": 40,

@@ -72,9 +72,7 @@ class Lives:
 
 
 def served(engine: Engine, asks: list[dict[str, Any]], **how: Any) -> list[dict[str, Any]]:
-    replies = engine.call("tests.system.e2e.inside_requests:serve", asks=asks, **how)
-    assert isinstance(replies, list)
-    return replies
+    return engine.call("tests.system.e2e.inside_requests:serve", asks=asks, **how)
 
 
 def choices(replies: list[dict[str, Any]]) -> list[list[list[int]]]:

@@ -144,6 +144,19 @@ def check_sound(s3: S3Server, bucket: str) -> None:
     assert json.loads(done.stdout)["checked"] == len(s3.objects(bucket)) > 0
 
 
+def wait_until_stored(s3: S3Server, bucket: str, prompts: int, parts: set[str]) -> None:
+    what = f"{prompts} prompts are in the bucket"
+    wait_until(what, lambda: holds(s3, bucket, prompts * CHUNKS, parts), 120.0)
+
+
+def check_hits_two(engine: Engine, expected: list[list[int]]) -> None:
+    """The first two prompts come from the bucket, and the third is computed."""
+    assert answered(engine.generate(PROMPTS)) == ([CHUNKS * 128, CHUNKS * 128, 0], expected)
+    counts = engine.metrics()
+    assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
+    assert counts["vllm:s3kv_internal_errors_total"] == 0
+
+
 def mapped_on(host: Host) -> dict[psutil.Process, set[str]]:
     """The processes on a host that map slabs, and which."""
     return {process: found for process in host.processes() if (found := slabs(process))}
@@ -179,29 +192,17 @@ def test_killed_and_started_again_it_hits(
 ) -> None:
     expected = rig.truth(PROMPTS)
     with hosts("one", "two") as them, proxy(str(rig.s3.url), address=gateway(them[0])) as store:
-        settings = {
-            "connector": changed(rig.patient, endpoint_url=store.url),
-            "dtype": "float32",
-            **engine_args,
-        }
+        connector = changed(rig.patient, endpoint_url=store.url)
+        settings = {"connector": connector, "dtype": "float32", **engine_args}
         with spread(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as cold:
             assert answered(cold.generate(PROMPTS[:2])) == ([0, 0], expected[:2])
-            wait_until(
-                "both prompts are in the bucket",
-                lambda: holds(rig.s3, rig.bucket, 2 * CHUNKS, parts),
-                120.0,
-            )
+            wait_until_stored(rig.s3, rig.bucket, 2, parts)
             check_local(them, rig.s3.env)
             restart(them, cold)
         check_sound(rig.s3, rig.bucket)
         with spread(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as warm:
-            assert answered(warm.generate(PROMPTS)) == ([CHUNKS * 128, CHUNKS * 128, 0], expected)
-            counts = warm.metrics()
-            assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
-            assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until(
-                "all is in the bucket", lambda: holds(rig.s3, rig.bucket, 3 * CHUNKS, parts), 120.0
-            )
+            check_hits_two(warm, expected)
+            wait_until_stored(rig.s3, rig.bucket, 3, parts)
         for host in them:
             wait_until(f"{host.name} has no slab", lambda host=host: not mapped_on(host))
 
@@ -211,9 +212,7 @@ def seed(model: Path, s3: S3Server, bucket: str, directory: Path, **settings: An
     log = directory / "seed.log"
     with Engine(model, log_path=log, env=s3.env, in_process=False, **settings) as engine:
         engine.generate(PROMPTS[:2])
-        wait_until(
-            "both prompts are in the bucket", lambda: holds(s3, bucket, 2 * CHUNKS, BOTH), 120.0
-        )
+        wait_until_stored(s3, bucket, 2, BOTH)
 
 
 def fails_after_cut(cut_off: Host, engine: Engine, pending: Pending) -> None:
@@ -257,11 +256,6 @@ def test_a_host_cut_off_during_a_load_takes_the_engine_and_nothing_stored(rig: R
         assert rig.s3.everything(rig.bucket) == stored
         check_sound(rig.s3, rig.bucket)
         with by_ray(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as fresh:
-            assert answered(fresh.generate(PROMPTS)) == ([CHUNKS * 128, CHUNKS * 128, 0], expected)
-            counts = fresh.metrics()
-            assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
-            assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until(
-                "all is in the bucket", lambda: holds(rig.s3, rig.bucket, 3 * CHUNKS, BOTH), 120.0
-            )
+            check_hits_two(fresh, expected)
+            wait_until_stored(rig.s3, rig.bucket, 3, BOTH)
         check_sound(rig.s3, rig.bucket)

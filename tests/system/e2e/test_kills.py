@@ -1,7 +1,6 @@
 """SIGKILL of a real engine and of its I/O process at random moments, under load.
 
-The other kills of the fifty are in `tests/system/kills/`, where a start is cheap. Everything here
-runs in float32, where a token does not depend on how long the hit was.
+The other kills of the fifty are in `tests/system/kills/`, where a start is cheap.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 from lab import models
 from lab.engine import Answer, Engine, Pending
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import Rig, Serve, cached, changed, tokens
+from tests.system.e2e.conftest import FLOAT32, Rig, Serve, cached, changed, tokens
 from tests.system.e2e.test_failures import FEW_SLOTS
 from tests.system.e2e.test_tier import with_few_rows
 from tests.system.kills.aftermath import check_objects, shared_files, slabs
@@ -27,7 +26,6 @@ from tests.waiting import wait_until
 
 CHUNKS = 4
 PROMPTS = models.prompts(12, CHUNKS * 128 + 40, seed=11)
-FLOAT32 = {"dtype": "float32"}
 
 
 class Murder:

@@ -15,6 +15,7 @@ import torch
 from lab import latent, models
 from lab.engine import Engine
 from tests.system.e2e.conftest import (
+    FLOAT32,
     START_AND_STOP_S,
     Rig,
     cached,
@@ -23,7 +24,7 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.test_parallel import shards
-from tests.system.e2e.test_prefix import FLOAT32, zeroed
+from tests.system.e2e.test_prefix import zeroed
 from tests.system.forms import plain_bytes
 from tests.waiting import wait_until
 

@@ -9,11 +9,10 @@ import pytest
 from lab import models
 from lab.engine import Engine, EngineFailed
 from lab.offloading import offloading
-from tests.system.e2e.conftest import SECOND, Rig, answered, at_rest, changed, tokens
+from tests.system.e2e.conftest import FLOAT32, SECOND, Rig, answered, at_rest, changed, tokens
 
 PROMPTS = models.prompts(3, 700, seed=40)
 HIT = 5 * 128
-FLOAT32 = {"dtype": "float32"}
 
 
 def several(*connectors: dict[str, Any]) -> dict[str, Any]:

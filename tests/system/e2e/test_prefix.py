@@ -19,6 +19,7 @@ from lab.s3 import S3Server
 from s3kv.objects.headers import read_header
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
+    FLOAT32,
     SECOND,
     START_AND_STOP_S,
     Rig,
@@ -37,7 +38,6 @@ PROMPTS = models.prompts(4, 800)
 CHUNKS = 6
 """Full chunks of 128 tokens in each prompt."""
 HIT = CHUNKS * 128
-FLOAT32 = {"dtype": "float32"}
 LOADED = {"load_ok": 4, "load_bytes": 4 * HIT * models.TINY.kv_bytes_per_token}
 
 
@@ -110,14 +110,12 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
         assert metrics["vllm:s3kv_saves_total"] == 0
 
         # The engine itself remembers: s3kv is not asked for anything.
-        answers = engine.generate(PROMPTS)
-        assert answered(answers) == answered(expected)
+        assert answered(engine.generate(PROMPTS)) == answered(expected)
         assert at_rest(engine) == done
 
         # The engine has forgotten: host memory, and no request to the bucket.
         assert engine.call("lab.audit:reset", connector=False)
-        answers = engine.generate(PROMPTS)
-        assert answered(answers) == answered(expected)
+        assert answered(engine.generate(PROMPTS)) == answered(expected)
         assert at_rest(engine) - done == {"hit_tokens_host": 4 * HIT} | LOADED
 
         # All is forgotten, as after a change of weights: nothing old is ever hit again, …
@@ -132,8 +130,7 @@ def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: b
         # … what is computed from then on is.
         assert engine.call("lab.audit:reset", connector=False)
         before = at_rest(engine)
-        answers = engine.generate(PROMPTS)
-        assert answered(answers) == answered(expected)
+        assert answered(engine.generate(PROMPTS)) == answered(expected)
         assert at_rest(engine) - before == {"hit_tokens_host": 4 * HIT} | LOADED
 
 
@@ -231,6 +228,5 @@ def same_chunk(data: bytes, key: str) -> bool:
     """Whether these bytes are a whole object of the chunk that `key` names."""
     header = read_header(memoryview(data))
     address = parse(key)
-    assert address is not None
     whole = (xxhash.xxh3_128_hexdigest(data[header.header_bytes :]),) == header.digests
     return whole and header.block_hash == address.key.block_hash

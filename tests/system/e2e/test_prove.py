@@ -39,7 +39,6 @@ def run(arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 def run_here(arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
     """The arms are forked when vLLM is imported."""
-    assert Engine.zygotes is not None
     forking = SimpleNamespace(**vars(subprocess) | {"Popen": Engine.zygotes.popen})
     with mock.patch.object(arm_process, "subprocess", forking):
         done = CliRunner().invoke(cli, arguments, env=env)

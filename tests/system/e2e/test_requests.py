@@ -19,6 +19,7 @@ from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.planning.requests import PROBE_CHUNKS
 from tests.system.e2e.conftest import (
+    FLOAT32,
     SECOND,
     Aborts,
     Rig,
@@ -32,7 +33,6 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 
-FLOAT32 = {"dtype": "float32"}
 CHUNK_BYTES = 128 * 4_096 + 4_096
 """In float32 the tiny model has 4 KiB of KV per token; and a page for the header."""
 LONG = models.prompts(6, 1_200, seed=10)

@@ -145,7 +145,6 @@ def start(
     env = os.environ | ENVIRONMENT | env | environment(constants, env.get("PYTHONPATH"))
     program = ["vllm.entrypoints.openai.api_server", "--model", str(model), *small(port)]
     program += ["--kv-transfer-config", json.dumps(connector), *more]
-    assert Engine.zygotes is not None
     with log.open("wb") as output:
         process = Engine.zygotes.launch(sys.executable, env, output, program, imports=program[0])
     return Server(process, port, log)

@@ -44,7 +44,6 @@ def environment(tiny: Path, s3: S3Server, tmp_path: Path) -> dict[str, str]:
     told.parent.mkdir()
     told.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {host()['vllm']}+cpu\n")
     s3.client().create_bucket(Bucket="my-bucket")
-    assert s3.url is not None
     path = f"{tmp_path}:{os.environ['PATH']}"
     modules = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     patient = constants.environment({"recompute_gate": False, "probe_chunks": 1}, modules)
@@ -92,7 +91,6 @@ def test_the_documented_commands_start_servers_of_one_namespace(
 @pytest.mark.long
 def test_the_tier_hits_as_it_is_configured(rig: Rig) -> None:
     """For a GPU, for which `lab.offloading_on_cpu` stands in."""
-    assert rig.s3.url is not None
     words = ["--bucket", rig.bucket, "--endpoint-url", rig.s3.url]
     words += ["--connector", "OffloadingConnector", "--host-bytes", "64MiB", "--block-size", "128"]
     command = [sys.executable, "-m", "s3kv.cli", "serve", str(rig.tiny), *words, "--json"]

@@ -1,7 +1,4 @@
-"""Engines of several parallel sizes on one bucket: what one has stored is a hit for the others.
-
-In float32, where a token does not depend on how long the hit was.
-"""
+"""Engines of several parallel sizes on one bucket: what one has stored is a hit for the others."""
 
 from __future__ import annotations
 
@@ -41,9 +38,8 @@ def held(s3: S3Server, bucket: str) -> dict[str, int]:
     """Shard -> chunks of it in the bucket."""
     found: dict[str, int] = {}
     for key in s3.objects(bucket):
-        address = parse(key)
-        assert address is not None, key
-        found[address.shard] = found.get(address.shard, 0) + 1
+        shard = parse(key).shard
+        found[shard] = found.get(shard, 0) + 1
     return found
 
 

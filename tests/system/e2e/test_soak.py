@@ -9,11 +9,8 @@ import pytest
 
 from lab import models
 from lab.engine import Ask
-from tests.system.e2e.conftest import Rig, at_rest, cached, changed, tokens
-
-FLOAT32 = {"dtype": "float32"}
-CHUNK_BYTES = 128 * 4_096 + 4_096
-"""In float32 the tiny model has 4 KiB of KV per token; and a page for the header."""
+from tests.system.e2e.conftest import FLOAT32, Rig, at_rest, cached, changed, tokens
+from tests.system.e2e.test_requests import CHUNK_BYTES
 
 
 def crowd(seed: int) -> list[Ask]:

@@ -18,9 +18,11 @@ from lab.engine import Answer, Ask, Engine
 from lab.offloading import offloading
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
+    FLOAT32,
     SECOND,
     START_AND_STOP_S,
     Rig,
+    answered,
     at_rest,
     cached,
     check_tiers,
@@ -38,7 +40,6 @@ from tests.waiting import wait_until
 PROMPTS = models.prompts(2, 800, seed=80)
 CHUNKS = 6
 HIT = CHUNKS * 128
-EXACT: dict[str, Any] = {"dtype": "float32"}
 VLLMS = {"host_bytes", "chunk_tokens"}
 """Settings of the connector that are vLLM's here."""
 
@@ -63,7 +64,7 @@ class Case(NamedTuple):
     name: str
     prompt: int = 769
     hit: int = 768
-    args: dict[str, Any] = EXACT
+    args: dict[str, Any] = FLOAT32
     cold: bool = True
     runner: dict[str, Any] = {}  # noqa: RUF012
     build: Callable[[Path, str], Path] = model_of
@@ -77,7 +78,7 @@ CASES = (
     Case("granite4", args=GRANITE4.args, cold=False),
     Case(
         "deepseek_v3",
-        args=EXACT | {"attention_backend": "CPU_MLA", "prepare": "lab.on_cpu:keep_prefix_cache"},
+        args=FLOAT32 | {"attention_backend": "CPU_MLA", "prepare": "lab.on_cpu:keep_prefix_cache"},
         cold=False,  # experts are chosen by rounding
         build=lambda directory, _: latent.build(directory),
     ),
@@ -110,42 +111,36 @@ def test_another_question_hits_the_system_prompt_until_it_is_damaged(rig: Rig) -
     """A corrupted object is a miss, and no request waits for it again and again."""
     (system_prompt,) = models.prompts(1, 2_000, seed=82)
     first, second = (system_prompt + question for question in models.prompts(2, 100, seed=83))
-    expected = tokens(rig.reference(rig.tiny, [first, second], **EXACT))
+    expected = tokens(rig.reference(rig.tiny, [first, second], **FLOAT32))
     connector = offloading(tier(rig.s3, rig.bucket), 2**28)
 
     def served(prompt: list[int]) -> list[Answer]:
-        with rig.serve(rig.tiny, connector, **EXACT, **SECOND) as engine:
+        with rig.serve(rig.tiny, connector, **FLOAT32, **SECOND) as engine:
             answers = engine.generate([prompt])
             at_rest(engine)
             return answers
 
     assert tokens(served(first)) == expected[:1]
-    answers = served(second)
-    assert (tokens(answers), cached(answers)) == (expected[1:], [1_920])
+    assert answered(served(second)) == ([1_920], expected[1:])
     assert rig.s3.change(rig.bucket, flipped) >= 1_920 // 128
-    answers = served(first)
-    assert (tokens(answers), cached(answers)) == (expected[:1], [0])
+    assert answered(served(first)) == ([0], expected[:1])
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
 def test_a_canonical_layout_serves_any_number_of_ranks(rig: Rig, writes: int, reads: int) -> None:
-    expected = tokens(rig.reference(rig.tiny, PROMPTS, **EXACT))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
     connector = offloading(tier(rig.s3, rig.bucket), 2**28, canonical_layout=True)
 
     def engine(ranks: int) -> Engine:
-        on_ranks: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **EXACT}
-        log = rig.tmp_path / f"{ranks}.log"
-        return Engine(rig.tiny, connector=connector, log_path=log, env=rig.s3.env, **on_ranks)
+        return rig.launch(rig.tiny, connector, tensor_parallel_size=ranks, **FLOAT32)
 
     with engine(writes) as cold:
         assert tokens(cold.generate(PROMPTS)) == expected
         wait_until("all is in the bucket", lambda: len(rig.s3.objects(rig.bucket)) == 2 * CHUNKS)
     with engine(reads) as warm:
-        answers = warm.generate(PROMPTS)
-    assert tokens(answers) == expected
-    assert cached(answers) == [HIT] * 2
+        assert answered(warm.generate(PROMPTS)) == ([HIT] * 2, expected)
 
 
 MANY = models.prompts(6, 4 * 128 + 40, seed=84)
@@ -154,10 +149,10 @@ MANY = models.prompts(6, 4 * 128 + 40, seed=84)
 def test_a_bucket_that_goes_and_an_io_process_that_is_killed(rig: Rig, store: Store) -> None:
     """The bucket is away when chunks are looked up and stored, there again, and away at the
     shutdown. The I/O process dies amid loads and stores; another one serves afterwards."""
-    expected = tokens(rig.reference(rig.tiny, MANY, **EXACT))
+    expected = tokens(rig.reference(rig.tiny, MANY, **FLOAT32))
     store.start()
     connector = with_few_rows(S3Server(store.url, rig.s3.env), Store.BUCKET)
-    with rig.serve(rig.tiny, connector, **EXACT) as engine:
+    with rig.serve(rig.tiny, connector, **FLOAT32) as engine:
 
         def ask(meanwhile: Callable[[], object] = lambda: None) -> int:
             """Returns the tokens that were hit."""

@@ -10,8 +10,8 @@ from lab import models
 from lab.engine import Engine
 from lab.offloading import offloading
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed
-from tests.system.e2e.test_tier import EXACT, tier
+from tests.system.e2e.conftest import FLOAT32, START_AND_STOP_S, Rig, changed
+from tests.system.e2e.test_tier import tier
 
 PROMPT = models.prompts(1, 400)[0]
 CHUNKS = 3
@@ -45,7 +45,7 @@ def refreshed(rig: Rig, engine: Engine) -> set[str]:
 
 def test_a_prefix_in_vllms_caches_is_refreshed_by_the_tier(rig: Rig) -> None:
     connector = offloading(tier(rig.s3, rig.bucket, refresh_after_s=1.0), 2**28)
-    with rig.serve(rig.tiny, connector, **EXACT) as engine:
+    with rig.serve(rig.tiny, connector, **FLOAT32) as engine:
         refreshed(rig, engine)
 
 

@@ -20,6 +20,7 @@ from lab import models
 from lab.engine import Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
+    FLOAT32,
     START_AND_STOP_S,
     Rig,
     Serve,
@@ -33,9 +34,7 @@ from tests.system.e2e.conftest import (
 PROMPTS = models.prompts(3, 400, seed=11)
 HIT = 3 * 128
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
-# Where the length of a hit does not matter.
-EXACT: dict[str, Any] = {"dtype": "float32"}
-FAT: dict[str, Any] = EXACT | {"max_model_len": 2_048}
+FAT: dict[str, Any] = FLOAT32 | {"max_model_len": 2_048}
 
 # The first test starts all engines.
 pytestmark = pytest.mark.timeout(3 * START_AND_STOP_S)
@@ -81,7 +80,7 @@ class Truth:
 @pytest.fixture(scope="module")
 def truth(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
     directory = tmp_path_factory.mktemp("truth")
-    with Engine(tiny, log_path=directory / "truth.log", **LORA, **EXACT) as engine:
+    with Engine(tiny, log_path=directory / "truth.log", **LORA, **FLOAT32) as engine:
         yield Truth(engine, directory)
 
 
@@ -98,7 +97,7 @@ class Lives:
 def lives(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Lives]:
     with new_bucket(s3) as bucket:
         connector = patient_for(s3, bucket)
-        one, other = (serve(tiny, connector, **LORA, **EXACT) for _ in range(2))
+        one, other = (serve(tiny, connector, **LORA, **FLOAT32) for _ in range(2))
         with one as before, other as after:
             yield Lives(connector, before, after)
 
@@ -210,7 +209,7 @@ def test_an_adapter_that_is_loaded_again_with_other_content(
         load(lives.before, same, in_place=how == "in place")
     for _ in range(2):
         assert generated(lives.before, same) == (new, [0, 0, 0])
-    with rig.serve(rig.tiny, lives.connector, **LORA, **EXACT) as third:
+    with rig.serve(rig.tiny, lives.connector, **LORA, **FLOAT32) as third:
         assert generated(third, loaded(third, adapter)) == (new, [0, 0, 0])
     models.build_adapter(adapter, models.TINY, seed=first)
     assert generated(lives.after, loaded(lives.after, adapter)) == (old, [HIT] * 3)
