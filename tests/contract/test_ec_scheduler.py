@@ -124,8 +124,6 @@ def test_a_request_that_has_all_it_needs_costs_a_dictionary_read(side: ECSchedul
 
 
 class Client:
-    """An I/O client that records its calls."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.pauses_s: list[float] = []

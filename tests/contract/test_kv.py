@@ -32,7 +32,6 @@ from tests.versions import since
 
 
 def connector(role: KVConnectorRole, side: Any) -> S3KVConnector:
-    """A connector of this role, around a side made by hand."""
     made = S3KVConnector.__new__(S3KVConnector)
     made._role, made._connector_metadata = role, None
     setattr(made, "_scheduler" if role is KVConnectorRole.SCHEDULER else "_worker", side)

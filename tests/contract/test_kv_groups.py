@@ -75,7 +75,6 @@ def test_attention_of_these_kinds_is_served(tiny_config: Any, specs: tuple[Any, 
 
 @pytest.fixture
 def keeps_states(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The configuration of an engine that keeps states at the ends of blocks."""
     monkeypatch.setattr(tiny_config.cache_config, "mamba_cache_mode", "align")
     return tiny_config
 

@@ -175,7 +175,6 @@ def test_variables_are_in_the_fingerprint_where_their_rows_say_so(engine: Engine
 
 
 def test_files_are_in_the_fingerprint_where_their_rows_say_so(engine: Engine) -> None:
-    """Each pattern with a file of its own, written twice."""
     for number, row in enumerate(FILES):
         name = row.name.replace("*", f"x{number}")
         first = next(r for r in FILES if fnmatch.fnmatch(name, r.name))

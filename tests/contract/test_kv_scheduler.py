@@ -75,7 +75,6 @@ def step(tokens: int = 0, *new: Any) -> Any:
 
 
 def output(ends: Sequence[JobEnd] = (), **more: Any) -> KVConnectorOutput:
-    """The output of a step in which one worker reported."""
     report = StepReport(number=more.pop("number", None))
     for end in ends:
         report.add(end)
@@ -83,7 +82,6 @@ def output(ends: Sequence[JobEnd] = (), **more: Any) -> KVConnectorOutput:
 
 
 def ended(plan: StepPlan, *outcomes: Outcome) -> list[JobEnd]:
-    """The ends of a plan's fetches."""
     fetches = fetches_of(plan)
     return [
         JobEnd(fetch.job_id, JobKind.FETCH, outcome, 9, 0.1)
@@ -92,13 +90,11 @@ def ended(plan: StepPlan, *outcomes: Outcome) -> list[JobEnd]:
 
 
 def looked_up(scheduler: SchedulerSide, subject: Any) -> Any:
-    """The answer to the first lookup of a new request."""
     scheduler.on_new_request(subject)
     return scheduler.lookup(subject, 0)
 
 
 def admitted(scheduler: SchedulerSide, subject: Any) -> Any:
-    """A step that computes the whole request."""
     blocks: Any = SimpleNamespace(get_block_ids=lambda: (BLOCKS,))
     scheduler.admitted(subject, blocks, 0)
     return step(64, subject)

@@ -30,7 +30,6 @@ def plain_of(data: bytes) -> bytes:
 
 
 def plain_bytes(s3: S3Server, bucket: str) -> int:
-    """Bytes of all objects of a bucket, each in its plain form."""
     return sum(len(plain_of(data)) for data in s3.contents(bucket).values())
 
 
@@ -41,7 +40,6 @@ def blank(data: bytes) -> bytes:
 
 
 def flipped(data: bytes) -> bytes:
-    """An object with another last byte."""
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
@@ -64,7 +62,6 @@ def opened(
 def compressed(
     chunk: ChunkFormat, data: bytes | bytearray, block_hash: bytes, *, is_padded: bool = False
 ) -> bytes:
-    """The compressed form of a plain object."""
     envelope, codec = Envelope.of(chunk), compression.codec()
     assert envelope is not None, "no object of this format is compressed"
     assert codec is not None, compression.NO_CODEC

@@ -140,6 +140,10 @@ class Scene:
             body = encrypted(rig.object_key(content), MASTER, body, ENCRYPTED_SEGMENT_BYTES)
         self._s3.put_object(Bucket=BUCKET, Key=self._key(number), Body=body)
 
+    def _listed(self, *keys: str) -> list[dict[str, Any]]:
+        pages = [self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key) for key in keys]
+        return [entry for page in pages for entry in page.get("Contents", ())]
+
     def _key(self, number: int) -> str:
         key = rig.object_key(number)
         return encrypted_key(key, MASTER) if self._encrypts else key
@@ -158,9 +162,7 @@ class Scene:
     def objects_are_whole(self, numbers: list[int]) -> None:
         """What is in the bucket is what was sent, or is refused by whoever reads it."""
         for number in numbers:
-            key = self._key(number)
-            listed = self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key).get("Contents", ())
-            for entry in listed:
+            for entry in self._listed(self._key(number)):
                 body = self._s3.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
                 if self._encrypts:
                     plain = decrypted(rig.object_key(number), MASTER, body, ENCRYPTED_SEGMENT_BYTES)
@@ -175,19 +177,12 @@ class Scene:
             return True
         plain = [rig.object_key(number) for number in numbers]
         others = [encrypted_key(key, MASTER) for key in plain]
-        pages = [self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key) for key in (*plain, *others)]
-        held = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        return bool(held) and {*held} <= {*others}
+        held = {entry["Key"] for entry in self._listed(*plain, *others)}
+        return bool(held) and held <= {*others}
 
     def are_compressed(self, numbers: list[int]) -> bool:
         """Whether some of the chunks in the bucket are, or none has to be."""
-        lengths = [
-            entry["Size"]
-            for number in numbers
-            for entry in self._s3.list_objects_v2(Bucket=BUCKET, Prefix=rig.object_key(number)).get(
-                "Contents", ()
-            )
-        ]
+        lengths = [entry["Size"] for entry in self._listed(*map(rig.object_key, numbers))]
         return not self._compresses or min(lengths) < rig.FORMAT.object_bytes
 
 
@@ -300,7 +295,6 @@ def test_at_shutdown(scene: Scene) -> None:
     life.compute(*chunks)
     assert 0 <= life.stop() <= len(chunks)
     assert life.is_over
-    assert pid is not None
     assert not Path(f"/proc/{pid}").exists()
     scene.lift()
     scene.objects_are_whole(chunks)

@@ -102,7 +102,6 @@ class Applied:
     outputs: dict[str, Any]
 
     def command(self, *arguments: str) -> Result:
-        """A terraform command on the applied configuration."""
         return self.terraform.run(self.directory, *arguments, "-no-color")
 
     def aws(self, service: str, keys: dict[str, str] | None = None) -> Any:

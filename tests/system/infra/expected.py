@@ -69,7 +69,6 @@ def expected(run: str) -> dict[str, Any]:
 
 
 def runs() -> list[str]:
-    """The runs there are documents of."""
     return sorted(path.stem for path in DIRECTORY.glob("*.json"))
 
 

@@ -88,7 +88,6 @@ class Terraform:
         self._provider = self._start_provider()
 
     def run(self, directory: Path, *arguments: str) -> Result:
-        """Run `terraform ARGUMENTS` in `directory`."""
         return self._result([self._program, *arguments], directory)
 
     def shell(self, directory: Path, commands: str, answer: str = "") -> Result:

@@ -20,7 +20,7 @@ from s3kv.stores.s3.kms import decrypted
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
 from tests.repository.test_commands import shown
-from tests.servers import forget_credentials
+from tests.servers import set_credentials
 from tests.system.infra.applied import NAME, PREFIX, PROVIDER, WITHOUT_LIFECYCLE, Applied, applied
 from tests.system.infra.terraform import Terraform, copy_module
 
@@ -41,19 +41,13 @@ def store(cloud: Applied, output: str = "kv_transfer_config") -> ObjectStore:
     return open_store(Config.parse({**settings, "endpoint_url": cloud.server.url}))
 
 
-def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    forget_credentials(monkeypatch)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.fixture
 def acting(bucket: Applied, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The client of somebody who has one policy, while policies are enforced."""
 
     @asynccontextmanager
     async def client(who: str, output: str = "kv_transfer_config") -> AsyncIterator[ObjectStore]:
-        become(monkeypatch, bucket.user(bucket.outputs[f"{who}_policy_arn"]))
+        set_credentials(monkeypatch, bucket.user(bucket.outputs[f"{who}_policy_arn"]))
         made = store(bucket, output)
         with bucket.policies_enforced():
             yield made
@@ -187,7 +181,7 @@ async def test_an_engine_decrypts_a_data_key_of_the_alias(
     made = kms.generate_data_key_without_plaintext(KeyId=alias, KeySpec="AES_256")
     assert kms.describe_key(KeyId=alias)["KeyMetadata"]["Arn"] == made["KeyId"]
     assert made["KeyId"] == bucket.outputs["encryption_key_arn"]
-    become(monkeypatch, {**bucket.server.env, "AWS_ENDPOINT_URL_KMS": url})
+    set_credentials(monkeypatch, {**bucket.server.env, "AWS_ENDPOINT_URL_KMS": url})
     transfer = json.loads(bucket.outputs["kv_transfer_config"])
     config = Config.parse(transfer["kv_connector_extra_config"])
     assert len(await decrypted(config, made["CiphertextBlob"])) == 32
@@ -200,7 +194,8 @@ async def test_a_pod_gets_the_writers_role_by_its_token(
     token = tmp_path / "token"
     token.write_text("the cluster's word for who this pod is")
     where = {"AWS_WEB_IDENTITY_TOKEN_FILE": str(token), "AWS_ENDPOINT_URL_STS": bucket.server.url}
-    become(monkeypatch, where | {"AWS_ROLE_ARN": bucket.outputs["role_arns"]["irsa-writer"]})
+    where["AWS_ROLE_ARN"] = bucket.outputs["role_arns"]["irsa-writer"]
+    set_credentials(monkeypatch, where)
     client = store(bucket)
     await client.check()  # takes the role; the simulation cannot do that while it enforces
     with bucket.policies_enforced():

@@ -29,6 +29,7 @@ from pathlib import Path
 import pytest
 
 from s3kv.errors import ConfigError
+from tests.project import ROOT
 from tests.system.infra.checks import (
     format_check,
     policy_complaints,
@@ -50,7 +51,6 @@ from tests.system.infra.terraform import (
 )
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
 MISTAKES = mistakes()
 
 

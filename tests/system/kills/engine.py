@@ -92,8 +92,6 @@ def _serve(ours: Connection, theirs: Connection, *args: Any) -> None:
 
 
 class Life:
-    """One life of the engine."""
-
     def __init__(self, config: Config, rng: random.Random) -> None:
         self.ranks = [
             RemoteRank(number, config, rng.randrange(2**32)) for number in range(SETUP.world_size)
@@ -112,7 +110,6 @@ class Life:
         return [request for queue in queues for request in queue if not request.over]
 
     def serve(self) -> None:
-        """Until stdin ends."""
         while not select.select([sys.stdin], [], [], 0)[0]:
             if len(self.requests) < _REQUESTS:
                 self._arrived += 1

@@ -107,7 +107,6 @@ class Victim:
         return self.said
 
     def count(self, event: str) -> int:
-        """How often `event` has happened so far."""
         said = self.listen()
         assert self.process.poll() is None, self.log_path.read_text()
         return int(said.get("counters", {}).get(event, 0))

@@ -64,8 +64,6 @@ class Names:
 
 
 class WatchedKeyring(Keyring):
-    """The keyring of a process."""
-
     def __init__(self, secrets: Secrets, names: Names, check_slot: CheckSlot) -> None:
         super().__init__(secrets)
         self._secrets, self._names, self._check_slot = secrets, names, check_slot

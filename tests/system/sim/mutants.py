@@ -93,20 +93,18 @@ def leaves_the_model_out_of_the_key(self: Namespace, key: ChunkKey, shard: str) 
     return chunk(Namespace(self.prefix, "0" * 32), key, shard)
 
 
-@instead_of(BucketSource, "fetch")
-async def takes_403_for_404(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
-    try:
-        return await fetch(self, job, **kind)
-    except StoreDenied:
-        return job.end(Outcome.MISSING)
+def misses_after(error: type[StoreError]) -> Callable[..., Awaitable[JobEnd]]:
+    async def hasty(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
+        try:
+            return await fetch(self, job, **kind)
+        except error:
+            return job.end(Outcome.MISSING)
+
+    return hasty
 
 
-@instead_of(BucketSource, "fetch")
-async def takes_every_error_for_404(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
-    try:
-        return await fetch(self, job, **kind)
-    except StoreError:
-        return job.end(Outcome.MISSING)
+swap("takes_403_for_404", BucketSource, "fetch", misses_after(StoreDenied))
+swap("takes_every_error_for_404", BucketSource, "fetch", misses_after(StoreError))
 
 
 @instead_of(BucketSource, "upload")

@@ -38,25 +38,20 @@ MOST_RANGES = 8
 MOST_SHARDS = 8
 """Of other sizes that a rank may read one after the other."""
 
-_REASONS = {
-    (JobKind.FETCH, Outcome.OK): "good",
-    (JobKind.FETCH, Outcome.MISSING): "missing",
-    (JobKind.FETCH, Outcome.CORRUPT): "bad",
-    (JobKind.UPLOAD, Outcome.OK): "created",
-    (JobKind.UPLOAD, Outcome.EXISTS): "exists",
-    **{(kind, Outcome.DENIED): "denied" for kind in JobKind},
-    **{(kind, Outcome.FAILED): "error" for kind in JobKind},
-}
-
-DISK = "disk"
-"""`JobEnd.source` of a hit on the disk, whose bytes are checked like all others."""
-
 _LOOKS = {
     (JobKind.FETCH, Outcome.OK): "good",
     (JobKind.FETCH, Outcome.MISSING): "missing",
     (JobKind.FETCH, Outcome.CORRUPT): "bad",
     (JobKind.UPLOAD, Outcome.EXISTS): "exists",
 }
+_REASONS = _LOOKS | {
+    (JobKind.UPLOAD, Outcome.OK): "created",
+    **{(kind, Outcome.DENIED): "denied" for kind in JobKind},
+    **{(kind, Outcome.FAILED): "error" for kind in JobKind},
+}
+
+DISK = "disk"
+"""`JobEnd.source` of a hit on the disk, whose bytes are checked like all others."""
 
 _SPARED = ("quarantined", "codec")
 """Reasons of a miss that say nothing new of the object."""

@@ -229,7 +229,6 @@ class ByteRank:
         self.loaded.update((request_id, request_id not in failed) for request_id in sorted(loaded))
 
     def heard(self, end: JobEnd) -> None:
-        """A job has ended on this rank."""
         self.seen[f"{end.kind.value} {end.outcome.name}"] += 1
 
     def take_report(self) -> StepReport:
@@ -238,8 +237,6 @@ class ByteRank:
 
 
 class Rank(ByteRank):
-    """The simulation's."""
-
     def __init__(self, machine: Machine, shard: Shard, setup: Setup, config: Config) -> None:
         self._machine = machine
         handshake = handshake_for(shard, setup, config)

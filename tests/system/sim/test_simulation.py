@@ -16,12 +16,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from tests.mutants import Mutant, Patch
 from tests.nightly import some_by_day
+from tests.project import ROOT
 from tests.system.sim import (
     cleaner_mutants,
     disk_mutants,
@@ -32,7 +32,6 @@ from tests.system.sim import (
 )
 from tests.system.sim.runs import Failure, run_seed, run_seeds, try_seeds
 
-ROOT = Path(__file__).parents[3]
 CORE_SEEDS = 100
 SEEDS = {"plain": 400, "kept": 20, "shared": 90, "tiers": 210, "disks": 120}
 """By kind of fleet, for each change. Every mutant of all but the kept fleets is noticed within so

@@ -19,8 +19,6 @@ from tests.unit.planning.setup import Setup, hash_of
 
 
 class Host(Protocol):
-    """What an engine runs on."""
-
     setup: Setup
     rng: random.Random
     dictionary: Dictionary

@@ -39,7 +39,6 @@ FORMAT = ChunkFormat(
 
 
 def swapped(tensor: TensorSpec) -> TensorSpec:
-    """With another order of the first layer's page."""
     first, *others = tensor.layers
     return dataclasses.replace(tensor, layers=(dataclasses.replace(first, order="N"), *others))
 

@@ -97,7 +97,6 @@ def test_a_part_of_an_item_is_not_compressed(item_bytes: int) -> None:
 
 
 def usual(nbytes: int = 4096, item_bytes: int = 2) -> bytes:
-    """A compressed segment."""
     segment = numbers("usual", nbytes // item_bytes, item_bytes, random.Random(3))
     return CODEC.encode(memoryview(segment), item_bytes)
 

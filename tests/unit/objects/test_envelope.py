@@ -68,7 +68,6 @@ FORMATS = pytest.mark.parametrize("form", [FORMAT, KEYED], ids=MODES)
 
 
 def payload_of(form: ChunkFormat, seed: int = 1, kinds: tuple[str, ...] = ("usual",)) -> bytes:
-    """Parts of numbers of these kinds, one after the other."""
     rng = random.Random(seed)
     parts = []
     for tensor in form.tensors:
@@ -382,7 +381,6 @@ def test_an_object_of_another_length_is_refused(form: ChunkFormat) -> None:
 
 
 def test_a_shorter_plain_object_is_refused() -> None:
-    """One that is cut off, and one of another format."""
     other = dataclasses.replace(FORMAT, tensors=FORMAT.tensors[:2])
     for form, nbytes in ((FORMAT, FORMAT.object_bytes - 1), (other, other.object_bytes)):
         data = bytearray(form.object_bytes)

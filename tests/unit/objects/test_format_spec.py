@@ -357,7 +357,6 @@ def decrypt(what: Expected, master: bytes, data: bytes) -> bytes | None:
 
 
 def read_encrypted(what: Expected, master: bytes, data: bytes) -> bytes | None:
-    """The payload of an encrypted object; None if it is refused."""
     inside = decrypt(what, master, data)
     return None if inside is None else read(what, inside)
 

@@ -72,7 +72,6 @@ ONE_BYTE = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
 
 
 def one_byte(name: str, **metadata: str) -> memoryview:
-    """An object of one byte, with these metadata."""
     said = {f"s3kv.{name}": value for name, value in (METADATA | metadata).items()}
     text = json.dumps({"__metadata__": said, name: ONE_BYTE}).encode()
     return memoryview(len(text).to_bytes(8, "little") + text + bytes(1))

@@ -86,7 +86,6 @@ def put(outbox: Outbox, number: int, rows: int = 10, copy: Any = None) -> Span |
 
 
 def ends(outbox: Outbox, count: int) -> tuple[Counter[str], set[ChunkKey]]:
-    """Wait for `count` uploads to end."""
     counters: Counter[str] = Counter()
     uploaded: set[ChunkKey] = set()
     ended_as = [f"upload_{outcome.name.lower()}" for outcome in Outcome]

@@ -105,12 +105,10 @@ class Rig:
         )
 
     def save(self, *orders: SaveJob, read_first: bool = False) -> None:
-        """Of a step of its own."""
         self.rank.begin(StepPlan(saves=orders))
         self.rank.save(orders, read_first=read_first)
 
     def end(self, *saved: SavedEnd, loaded: Sequence[LoadedEnd] = ()) -> None:
-        """Have copies end."""
         self.copies.ends = CopyEnds([*saved], [*loaded])
         self.rank.poll()
 
