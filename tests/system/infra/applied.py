@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
-
 from lab.s3 import REGION, S3Server, moto_process
+from tests.servers import boto_client
 from tests.system.infra.terraform import Result, Terraform, copy_module
 
 ACCOUNT = "123456789012"
@@ -94,8 +93,6 @@ WITHOUT_LIFECYCLE = _without("aws_s3_bucket_lifecycle_configuration")
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What an apply left behind."""
-
     terraform: Terraform
     directory: Path
     server: S3Server
@@ -140,14 +137,7 @@ class Applied:
 
 
 def aws(server: S3Server, service: str, keys: dict[str, str] | None = None) -> Any:
-    keys = keys or server.env
-    return boto3.client(
-        service,
-        endpoint_url=server.url,
-        region_name=REGION,
-        aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-    )
+    return boto_client(server.url, keys or server.env, service)
 
 
 @contextmanager
