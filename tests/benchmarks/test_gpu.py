@@ -21,7 +21,6 @@ CPU = ["--device", "cpu", "--rounds", "1"]
 
 
 def measured(benchmark: ModuleType, out: Path, *options: str) -> dict[str, Any]:
-    """The result, which is also written."""
     result: dict[str, Any] = benchmark.main([*CPU, *options, "--out", str(out)])
     assert json.loads(out.read_text()) == result
     return result

@@ -217,6 +217,7 @@ def truth(tiny: Path, reference: References) -> Truth:
 
 
 def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """A kv_transfer_config. The engine also needs `env=s3.env`, which `serve` gives it."""
     return {
         "kv_connector": "S3KVConnector",
         "kv_connector_module_path": "s3kv.connectors",
@@ -227,13 +228,6 @@ def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:
             "host_bytes": "256MiB",
         },
     }
-
-
-@pytest.fixture
-def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
-    """A kv_transfer_config for `bucket`; change `kv_connector_extra_config` as the test needs.
-    The engine also needs `env=s3.env`, which `serve` gives it."""
-    return connector_for(s3, bucket)
 
 
 def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:

@@ -52,7 +52,6 @@ def check_compressed(stored: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def without_codec(tmp_path: Path) -> dict[str, str]:
-    """The environment of an engine that cannot import blosc2."""
     folder = tmp_path / "without"
     folder.mkdir()
     (folder / "blosc2.py").write_text('raise ImportError("it is not installed")\n')

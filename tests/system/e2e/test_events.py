@@ -59,7 +59,6 @@ class Router:
             self.cleared += 1
 
     def tokens(self, medium: str) -> set[tuple[int, ...]]:
-        """Of the blocks it holds there."""
         return set(self.holds[medium].values())
 
     def close(self) -> None:

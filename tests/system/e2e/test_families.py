@@ -102,7 +102,6 @@ CASES = (
 
 
 def shared_prefix(count: int) -> list[Ask]:
-    """Requests whose prompts have their first `SHARED` tokens in common."""
     (shared,) = models.prompts(1, SHARED, seed=3)
     return [Ask(shared + tail, max_tokens=40) for tail in models.prompts(count, 288, seed=4)]
 

@@ -76,7 +76,6 @@ def test_reference_hits_can_be_limited(tiny: Path, reference: References) -> Non
 
 
 def test_own_processes_concurrency_and_aborts(tiny: Path, tmp_path: Path) -> None:
-    """The engine core and the worker as processes of their own, as in a server."""
     with Engine(tiny, log_path=tmp_path / "engine.log", in_process=False) as engine:
         assert len(engine.processes()) >= 3
         answers = engine.generate(models.prompts(32, 200), max_tokens=4, concurrency=32)

@@ -158,7 +158,6 @@ def check_hits_two(engine: Engine, expected: list[list[int]]) -> None:
 
 
 def mapped_on(host: Host) -> dict[psutil.Process, set[str]]:
-    """The processes on a host that map slabs, and which."""
     return {process: found for process in host.processes() if (found := slabs(process))}
 
 

@@ -132,7 +132,6 @@ def test_new_weights_find_nothing_of_the_old_on_any_rank(rig: Rig) -> None:
 
 
 def test_two_engines_at_once(rig: Rig) -> None:
-    """Both compute the same prompts at the same time, and both upload every chunk."""
     expected = rig.truth(PROMPTS)
     everything = len(PROMPTS) * CHUNKS
     with (

@@ -81,7 +81,6 @@ def ask_both(server: Server, encoder: Engine, seen: Prometheus) -> None:
 
 
 def wait_for_scrapes(seen: Prometheus) -> None:
-    """Until everything has been scraped once more."""
     now_s = value(seen, "vector(time())")
     wait_until("all is scraped", lambda: value(seen, "min(timestamp(up))") > now_s)
 

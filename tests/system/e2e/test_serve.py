@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,6 @@ class Server:
         return found
 
     def running(self, word: str) -> list[psutil.Process]:
-        """Those with this word in their command lines."""
         return [p for p in self.processes() if word in " ".join(p.cmdline())]
 
     def interrupt(self) -> None:
@@ -150,12 +150,9 @@ def start(
     return Server(process, port, log)
 
 
-@contextlib.contextmanager
-def vllm_serve(
-    model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
-) -> Iterator[Server]:
-    with serving(start(model, connector, env, log, *more)) as server:
-        yield server
+def vllm_serve(*started: Any) -> AbstractContextManager[Server]:
+    """The server that `start` starts with these arguments, as in `serving`."""
+    return serving(start(*started))
 
 
 @contextlib.contextmanager

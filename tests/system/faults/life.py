@@ -198,11 +198,8 @@ class Life:
         hits = answer.tokens // CHUNK_TOKENS
         if answer.tokens:
             self.step()
-        self.step(
-            ScheduledRequest(
-                name, (chunks,), True, answer.tokens, (len(chunks) - hits) * CHUNK_TOKENS
-            )
-        )
+        computed = (len(chunks) - hits) * CHUNK_TOKENS
+        self.step(ScheduledRequest(name, (chunks,), True, answer.tokens, computed))
         self.planner.finished(name)
         return hits
 

@@ -23,6 +23,7 @@ from lab.proxy import Proxy, plain_and_tls
 from lab.s3 import S3Server, moto_process
 from s3kv.config import KEYS_VARIABLE, Config
 from s3kv.metrics import KV_METRICS
+from tests.project import ROOT
 from tests.servers import REAL_SERVERS, set_credentials
 from tests.system.encrypted_form import decrypted, encrypted, encrypted_key
 from tests.system.faults.cases import CASES, Case
@@ -300,7 +301,6 @@ def test_at_shutdown(scene: Scene) -> None:
     scene.objects_are_whole(chunks)
 
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/operating.md").read_text()
 
 

@@ -31,13 +31,13 @@ from s3kv.config import KEYS_VARIABLE
 from s3kv.objects import keys
 from s3kv.objects.keys import ChunkAddress
 from s3kv.types import ChunkKey
+from tests.project import ROOT
 from tests.system.kills.aftermath import check_objects, processes_marked, shared_files, slabs
 from tests.system.kills.prompts import dictionary
 from tests.system.kills.worker import PADDING_BYTES, SETUP, shard
 from tests.system.sim.encrypting import NEW, OLD, Names, Secrets
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[3]
 BUCKET = "kills"
 LIVES_AND_IO_KILLS = [(5, 18), pytest.param(5, 19, marks=pytest.mark.long)]
 """Each life ends with another kill; with those of `e2e/test_kills.py` that makes fifty."""

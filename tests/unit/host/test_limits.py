@@ -12,8 +12,6 @@ from tests.project import plant
 
 GIB = 2**30
 MEMINFO = "MemTotal:       24684096 kB\nMemFree: 1 kB\nMemAvailable:   19160876 kB\n"
-
-
 V2 = "sys/fs/cgroup"
 V1 = "sys/fs/cgroup/memory"
 PRIVATE = {"proc/self/cgroup": "0::/\n"}

@@ -51,7 +51,6 @@ def test_a_reader_needs_the_rows_and_enough_room(rows: int, width: int, tmp_path
 
 
 def test_a_flipped_bit_anywhere_is_refused() -> None:
-    """Also in the part of the header that says the shape."""
     data = sealed(3, 40)
     draw = random.Random(1)
     for place in [*range(600), *(draw.randrange(len(data)) for _ in range(400))]:
