@@ -77,14 +77,13 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     if len(groups) > 1 or not _kind(layers[0]).is_cumulative:
         _check_tables_with_gaps(vllm_config, kv_cache_config)
     if any(_kind(layer).is_sparse for layer in layers):
-        _check_states(vllm_config)
+        check_states(vllm_config)
 
 
 def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
     """Raise `UnsupportedError` if a request cannot resume after the KV of a prefix. vLLM turns its
     own cache off for such a model, but still queries connectors. None: unknown layers."""
-    layers = [] if kv_cache_config is None else layers_of(kv_cache_config)
-    if any(getattr(layer, "non_causal", False) for layer in layers):
+    if any(getattr(layer, "non_causal", False) for layer in layers_of(kv_cache_config)):
         raise UnsupportedError(
             "the model's tokens attend to later ones, so no prefix has own KV. Run it without s3kv"
         )
@@ -102,7 +101,7 @@ def check_prefixes_suffice(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
         )
 
 
-def _check_states(vllm_config: VllmConfig) -> None:
+def check_states(vllm_config: VllmConfig) -> None:
     """Raise `UnsupportedError` if a block of a state group may differ from the state after its last
     token, once a step has ended there."""
     cache = vllm_config.cache_config
@@ -230,9 +229,9 @@ def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
     return chunk
 
 
-def layers_of(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
-    """The specs of all layers. Equal layers of a group may share one spec."""
-    groups = kv_cache_config.kv_cache_groups
+def layers_of(kv_cache_config: KVCacheConfig | None) -> list[KVCacheSpec]:
+    """The specs of all layers; of an unknown cache none. Equal layers of a group may share one."""
+    groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
     return [layer for group in groups for layer in _layers(group.kv_cache_spec)]
 
 

@@ -1,8 +1,8 @@
 """Start of a tier: its settings, the engine's configuration, and the engines it refuses.
 
 A tier sees only keys and rows. So it refuses an engine whose block hashes leave out an input that
-changes the KV (adapters (LoRA), and media that clients may name), and an engine that stores partial
-rows. The connector of s3kv, which sees requests and blocks, serves these.
+changes the KV (adapters (LoRA), and media that clients may name), and one that stores partial rows,
+or KV of other keys. The connector of s3kv, which sees requests and blocks, serves most of these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from s3kv.config import Config
-from s3kv.connectors.kv_groups import check_prefixes_suffice, layers_of
+from s3kv.connectors.kv_groups import check_prefixes_suffice, check_states, layers_of
 from s3kv.connectors.kv_translate import check_hashes_are_stable, check_steps_end_whole
 from s3kv.connectors.log import warn_of_weak_hashes
 from s3kv.connectors.media import check_media_names
@@ -51,6 +51,8 @@ def check_requests_are_known(
     """Raise an error if keys may leave out inputs that change the KV of a request, or rows, which
     are memory of one host, the KV of ranks."""
     check_prefixes_suffice(vllm_config, kv_cache_config)
+    if any(isinstance(layer, MambaSpec) for layer in layers_of(kv_cache_config)):
+        check_states(vllm_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     executor = parallel.distributed_executor_backend
     if parallel.nnodes_within_dp > 1 or executor not in ("mp", "uni", None):
@@ -62,10 +64,7 @@ def check_requests_are_known(
     check_hashes_are_stable(vllm_config)
     warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
     if vllm_config.lora_config is not None:
-        raise UnsupportedError(
-            "vLLM's keys have the names of adapters (LoRA) and not their content, and a tier sees "
-            f"nothing else: {_OTHER}"
-        )
+        raise UnsupportedError(f"vLLM's keys name adapters (LoRA), not their content: {_OTHER}")
     media = model.multimodal_config
     sees = media is not None and not getattr(media, "language_model_only", False)
     if sees and not config.trust_media_names:
@@ -86,9 +85,8 @@ def check_requests_are_known(
 def check_rows_are_whole(blocks: int, kv_cache_config: KVCacheConfig | None) -> None:
     """Raise `UnsupportedError` if vLLM may store a row without some of its `blocks`, but load all
     of it: blocks before a window are missing (0.31 to 0.33, `_build_store_jobs`)."""
-    layers = layers_of(kv_cache_config) if kv_cache_config is not None else []
-    whole = all(isinstance(layer, (FullAttentionSpec, MambaSpec)) for layer in layers)
-    if blocks > 1 and not whole:
+    layers = layers_of(kv_cache_config)
+    if blocks > 1 and not all(isinstance(it, (FullAttentionSpec, MambaSpec)) for it in layers):
         raise UnsupportedError(
             f"this model's attention has windows, and a chunk has {blocks} blocks: vLLM stores it "
             "without the blocks that a window has left behind, and loads all of it. Remove "

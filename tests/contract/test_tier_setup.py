@@ -23,6 +23,7 @@ from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.types import TensorSpec
 from tests.contract.configurations import FULL, WINDOW, groups
 from tests.contract.test_kv_groups import LOCAL, STATE
+from tests.mutants import Patch
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -53,10 +54,7 @@ def test_unknown_settings_and_a_missing_bucket_are_refused() -> None:
     ids=["plain", "adapters", "images", "images off", "embeddings", "priorities", "hosts", "ray"],
 )
 def test_engines_whose_keys_leave_out_inputs(
-    changes: dict[str, Any],
-    error: type[Exception] | None,
-    tiny_config: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], error: type[Exception] | None, tiny_config: Any, monkeypatch: Patch
 ) -> None:
     for name in {"nnodes", "distributed_executor_backend"} & changes.keys():
         monkeypatch.setattr(tiny_config.parallel_config, name, changes[name])
@@ -71,6 +69,14 @@ def test_engines_whose_keys_leave_out_inputs(
     )
     with pytest.raises(error, match="S3KVConnector") if error else contextlib.nullcontext():
         check_requests_are_known(Config(bucket="bucket"), config, None)
+
+
+def test_states_are_refused_with_drafts(tiny_config: Any, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(tiny_config.cache_config, "mamba_cache_mode", "align")
+    monkeypatch.setattr(tiny_config, "speculative_config", SimpleNamespace())
+    check_requests_are_known(Config(bucket="bucket"), tiny_config, groups(FULL))
+    with pytest.raises(UnsupportedError, match="tokens that are rejected later"):
+        check_requests_are_known(Config(bucket="bucket"), tiny_config, groups(FULL, STATE))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
