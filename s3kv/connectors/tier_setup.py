@@ -8,9 +8,10 @@ or KV of other keys. The connector of s3kv, which sees requests and blocks, serv
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from s3kv.config import Config
@@ -109,15 +110,18 @@ def engine_config() -> tuple[VllmConfig, KVCacheConfig | None]:
     """The engine's configuration, and its KV cache's. vLLM gives a tier no more than
     `OffloadingConfig`, which leaves out the weights' identity among others, so they are taken from
     the scheduler's constructor that makes the tier. Raises `UnsupportedError` if that is not among
-    the callers."""
+    the callers, or a `MultiConnector` is."""
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if isinstance(found, VllmConfig):
-            return found, frame.f_locals.get("kv_cache_config")
-        frame = frame.f_back
+    callers = [frame.f_locals for frame, _ in walk_stack(sys._getframe(1))]
+    if any(isinstance(names.get("self"), MultiConnector) for names in callers):
+        raise UnsupportedError(
+            "in a MultiConnector vLLM up to 0.32 may save KV that another connector loads, under "
+            f"the key of an earlier request (vllm#46951): {_OTHER}"
+        )
+    for names in callers:
+        if isinstance(found := names.get("vllm_config"), VllmConfig):
+            return found, names.get("kv_cache_config")
     if (current := get_current_vllm_config_or_none()) is not None:
         return current, None
     raise UnsupportedError("this vLLM makes tiers where its configuration is out of reach")

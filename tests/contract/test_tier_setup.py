@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from lab.offloading import offloading
 from s3kv.config import Config
 from s3kv.connectors.tier_setup import (
     REPLACED,
@@ -77,6 +80,15 @@ def test_states_are_refused_with_drafts(tiny_config: Any, monkeypatch: Patch) ->
     check_requests_are_known(Config(bucket="bucket"), tiny_config, groups(FULL))
     with pytest.raises(UnsupportedError, match="tokens that are rejected later"):
         check_requests_are_known(Config(bucket="bucket"), tiny_config, groups(FULL, STATE))
+
+
+def test_among_several_connectors_it_is_refused(tiny_config: Any, monkeypatch: Patch) -> None:
+    tier = {"type": "S3Tier", "module_path": "s3kv.connectors.offload_tier", "bucket": "bucket"}
+    several = {"kv_connector_extra_config": {"connectors": [offloading(tier, 2**20)]}}
+    transfer = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", **several)
+    monkeypatch.setattr(tiny_config, "kv_transfer_config", transfer)
+    with pytest.raises(UnsupportedError, match=r"vllm#46951.*S3KVConnector"):
+        MultiConnector(tiny_config, KVConnectorRole.SCHEDULER, groups(FULL))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
