@@ -20,12 +20,15 @@ import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, create_kv_cache_views
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.tiering import spec as tiering_spec
@@ -94,13 +97,17 @@ def _swap_blocks_batch(
     _COPIES.submit(copy)
 
 
+def _rank() -> int:
+    return get_world_group().rank if torch.distributed.is_initialized() else 0
+
+
 gpu_worker.torch = _Over(torch, Event=_Event)
 gpu_worker.ops = _Over(gpu_worker.ops, swap_blocks_batch=_swap_blocks_batch)
 gpu_worker.current_platform = _Over(
     current_platform, Stream=_Stream, current_stream=_Stream, stream=_stream
 )
 if hasattr(tiering_spec, "torch"):  # before 0.32 a rank is the number of its device
-    _devices = _Over(torch.accelerator, current_device_index=lambda: get_world_group().rank)
+    _devices = _Over(torch.accelerator, current_device_index=_rank)
     tiering_spec.torch = _Over(torch, accelerator=_devices)
 
 
@@ -113,3 +120,19 @@ class TieringOnCpu(TieringOffloadingSpec):
             for one in kv_caches.tensors
         ]
         return self.create_worker(dataclasses.replace(kv_caches, tensors=tensors))
+
+
+def worker_alone(
+    spec: Any, vllm_config: Any, cache: KVCacheConfig, fill: int
+) -> OffloadingConnectorWorker:
+    """The worker's side of a connector without an engine. spec: vLLM's, whose scheduler's side has
+    made the primary tier. cache: in the layout LBHNC; every byte of its memory is `fill`."""
+    memory = torch.full((cache.kv_cache_tensors[0].size,), fill, dtype=torch.int8)
+    layers: dict[str, torch.Tensor] = {}
+    for group, tensor in zip(cache.kv_cache_groups, cache.kv_cache_tensors, strict=True):
+        form = group.kv_cache_spec, cache.num_blocks, KVCacheLayout.LBHNC
+        layers |= zip(tensor.layers, create_kv_cache_views(memory, *form, tensor), strict=True)
+    spec.get_worker = partial(TieringOnCpu.get_worker, spec)
+    worker = OffloadingConnectorWorker(spec, vllm_config, cache)
+    worker.register_kv_caches(layers)
+    return worker

@@ -49,6 +49,7 @@ from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
 from s3kv.connectors.tier_setup import (
     check_requests_are_known,
     check_rows_are_whole,
+    cleaner,
     engine_config,
     parse_settings,
     row_tensor,
@@ -111,6 +112,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         offloading = offloading_spec.config
         blocks = offloading.cache.blocks_per_chunk
         check_rows_are_whole(blocks, kv_cache_config)
+        self._clean = cleaner(offloading_spec, kv_cache_config, primary_kv_view)
         self.planner = OffloadPlanner(
             BucketIndex(),
             Breaker(has_disk=config.disk_path is not None),
@@ -129,8 +131,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._now_s = time.monotonic()
         """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
         self._linger_s = 0.0 if is_in_lockstep(vllm_config) else LINGER_S
-        self._salt = b""
-        """Salt of the hashes since the last reset."""
+        self._salt = b""  # of the hashes, since the last reset
         handshake = introduce(
             config,
             offload_fingerprint(config, vllm_config, offloading, row_bytes),
@@ -269,6 +270,8 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     def _send(self, jobs: Iterable[BucketJob]) -> None:
         for job in jobs:
+            if job.kind is JobKind.UPLOAD:
+                self._clean(job.key.group, job.slot)
             self._tier.client.submit(job)
 
     def _cancel(self) -> None:

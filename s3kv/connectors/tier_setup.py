@@ -1,4 +1,4 @@
-"""Start of a tier: its settings, the engine's configuration, and the engines it refuses.
+"""Start of a tier: its settings, the engine's configuration, the engines it refuses, and its rows.
 
 A tier sees only keys and rows. So it refuses an engine whose block hashes leave out an input that
 changes the KV (adapters (LoRA), and media that clients may name), and one that stores partial rows,
@@ -8,9 +8,12 @@ or KV of other keys. The connector of s3kv, which sees requests and blocks, serv
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -26,6 +29,7 @@ from s3kv.types import TensorSpec, item_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import OffloadingSpec
 
 REPLACED = {
     "host_bytes": "set vLLM's cpu_bytes_to_use",
@@ -104,6 +108,37 @@ def row_tensor(vllm_config: VllmConfig, row_bytes: int) -> TensorSpec:
     if row_bytes % item_bytes(dtype):
         dtype = "U8"
     return TensorSpec("kv", dtype, (row_bytes // item_bytes(dtype),))
+
+
+def cleaner(
+    spec: OffloadingSpec, kv_cache_config: KVCacheConfig | None, rows: memoryview
+) -> Callable[[int, int], None]:
+    """A function that zeroes what vLLM's copy of a group leaves of the earlier content of a row: it
+    may be of any request.
+    A row has pages by worker, layer of the largest group, and block. A copy writes the layers of
+    its own group, without the padding of pages; of states the last block alone. Rows of other
+    forms, and of ranks with different layers, are left as they are (docs/tier.md)."""
+    config, blocks = spec.config, spec.config.cache.blocks_per_chunk
+    held = kv_cache_config.kv_cache_groups if kv_cache_config else []
+    tensors = kv_cache_config.kv_cache_tensors if kv_cache_config else []
+    groups = {it.group_id: held[it.group_id] for it in config.groups if held}
+    pages = {group.kv_cache_spec.page_size_bytes for group in groups.values()}
+    is_other = config.canonical_layout or config.parallel.pp_size > 1 or len(pages) != 1
+    if is_other or len(groups) < 2 or pages != {tensor.block_stride for tensor in tensors}:
+        return lambda group, row: None
+    (page_bytes,) = pages
+    worker_bytes = blocks * config.worker_kv_bytes_per_block
+
+    def clean(group: int, row: int) -> None:
+        layer, layers = groups[group].kv_cache_spec, len(groups[group].layer_names)
+        whole = torch.frombuffer(rows, dtype=torch.uint8).view(len(rows), -1)[row]
+        workers = whole[: len(whole) // worker_bytes * worker_bytes]
+        parts = workers.view(-1, worker_bytes // blocks // page_bytes, blocks, page_bytes)
+        parts[:, layers:] = 0
+        parts[:, :, : (blocks - 1) * isinstance(layer, MambaSpec)] = 0
+        parts[..., replace(layer, page_size_padded=None).page_size_bytes :] = 0
+
+    return clean
 
 
 def engine_config() -> tuple[VllmConfig, KVCacheConfig | None]:

@@ -22,13 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    ReqContext,
-    RequestOffloadingContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -135,38 +130,41 @@ class Recorder(SecondaryTierManager):  # type: ignore[misc]
     lookup = recorded_as("lookup", lambda *_: LookupResult.HIT)
     submit_store = recorded_as("store", at_once)
     submit_load = recorded_as("load", at_once)
-    on_new_request = recorded_as("new request", lambda *_: RequestOffloadingContext())
+    on_new_request = recorded_as("new request", lambda *_: base.RequestOffloadingContext())
     on_request_finished = recorded_as("request finished")
     serve_external_requests = recorded_as("external")
     on_schedule_end = recorded_as("step ends")
     drain_jobs = recorded_as("drain")
 
-
 class Offloading:
     """vLLM's manager of the primary tier and others, driven as its scheduler does.
 
     rows: of the primary tier, each with one chunk of `tiny`. settings: of the engine, and its
-    `role`. tier: the first of `tiers`.
-    """
+    `role`, the `blocks` of a chunk, and another `cache` with as long pages. tier: the first."""
 
     TIMEOUT_S = 60.0
 
     def __init__(
         self, model: Path, *tiers: Mapping[str, Any], rows: int = 64, **settings: Any
     ) -> None:
-        chunk_bytes = 128 * models.TINY.kv_bytes_per_token // models.TINY.layers
-        extra = {"cpu_bytes_to_use": rows * chunk_bytes, "secondary_tiers": [*map(dict, tiers)]}
+        kv_cache_config = settings.pop("cache", None) or groups(FULL)
+        blocks = settings.pop("blocks", 1)
+        layers = max(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+        row_bytes = layers * blocks * FULL.page_size_bytes
+        extra = {"cpu_bytes_to_use": rows * row_bytes, "secondary_tiers": [*map(dict, tiers)]}
         transfer = KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role=settings.pop("role", "kv_both"),
             engine_id=uuid.uuid4().hex,
-            kv_connector_extra_config=extra,
+            kv_connector_extra_config=extra | {"blocks_per_chunk": blocks},
         )
-        config = configured(model, kv_transfer_config=transfer, **settings)
-        with set_current_vllm_config(config):
-            spec = TieringOffloadingSpec(build_offloading_config(config, groups(FULL)))
-            self.manager = spec.get_manager()
-        assert spec.num_chunks == rows
+        self.config = vllm_config = configured(model, kv_transfer_config=transfer, **settings)
+        vllm_config.cache_config.mamba_cache_mode = "align"  # for a cache with states
+        offloading = build_offloading_config(vllm_config, kv_cache_config)
+        with set_current_vllm_config(vllm_config):
+            self.spec = TieringOffloadingSpec(offloading)
+            self.manager = self.spec.get_manager()
+        assert self.spec.num_chunks == rows
         self.tier, *_ = self.tiers = self.manager.secondary_tiers
 
     def request(self, name: str = "") -> ReqContext:
@@ -175,7 +173,7 @@ class Offloading:
         return context
 
     def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.manager.on_schedule_end(base.ScheduleEndContext((), ()))
 
     def settle(self) -> None:
         """Step until no job is left."""

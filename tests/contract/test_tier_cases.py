@@ -8,6 +8,7 @@ test_control_plane_thread.py and "p2p" p2p/test_manager.py.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
@@ -23,18 +24,23 @@ import numpy as np
 import pytest
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _parse_tier_filter
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics, TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from lab import models
 from lab.constants import changed
+from lab.offloading_on_cpu import worker_alone
 from lab.s3 import S3Server
 from s3kv.connectors.linger import LINGER_S
 from s3kv.connectors.offload_tier import S3Tier
 from s3kv.connectors.plugin import register
+from tests.contract.configurations import FULL, WINDOW, grouping_module
+from tests.contract.test_kv_groups import STATE
 from tests.contract.test_tier_api import HIT, MISS, Offloading, Recorder, keys, recorded_as
 from tests.servers import BUCKET, KEYS, REGION, moto_server, set_credentials
+from tests.system.forms import flipped
 from tests.versions import VERSION
 
 PENDING, RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
@@ -85,13 +91,8 @@ def either(request: Any, start: Start, entries: dict[str, Entry]) -> Start:
     return partial(start, entries[request.param])
 
 
-def flip(s3kv: Entry) -> None:
-    """Change the last byte of every chunk's object."""
-    server = S3Server(s3kv["endpoint_url"], KEYS | {"AWS_DEFAULT_REGION": REGION})
-    client = server.client()
-    for key in server.objects(BUCKET):
-        body = client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
-        client.put_object(Bucket=BUCKET, Key=key, Body=body[:-1] + bytes([body[-1] ^ 1]))
+def server_of(s3kv: Entry) -> S3Server:
+    return S3Server(s3kv["endpoint_url"], KEYS | {"AWS_DEFAULT_REGION": REGION})
 
 
 @contextmanager
@@ -217,7 +218,7 @@ def test_a_failed_promotion_leaves_the_chunks_that_arrived(start: Start, s3kv: E
     batched_partial_load_failure_keeps_loaded_blocks, multi_block_job_partial_failure."""
     writer, engine = start(), start()
     bad = put(writer, 1)
-    flip(s3kv)
+    server_of(s3kv).change(BUCKET, flipped)
     good = put(writer, 2)
     context = engine.request()
     with stopped(engine) as kill:
@@ -523,3 +524,32 @@ def test_rows_are_used_again(either: Start) -> None:
         assert reader.look_up(list(part), context) == [HIT] * 4
         assert {key: reader.read(key, context) for key in part} == part
         reader.manager.on_request_finished(context)
+
+
+@pytest.mark.parametrize("blocks", [1, 2], ids=["a window", "states"])
+def test_an_object_has_only_what_vllm_wrote_for_its_key(
+    blocks: int, start: Start, s3kv: Entry, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own worker: groups of three layers and of two, in rows that others have used."""
+    monkeypatch.setattr(tiny_config.cache_config, "kv_cache_layout", "LBHNC")
+    page_bytes, other = FULL.page_size_bytes, STATE if blocks > 1 else WINDOW
+    padded = dataclasses.replace(other, page_size_padded=page_bytes)
+    held = [KVCacheGroupSpec([*"abc"], FULL), KVCacheGroupSpec([*"de"], padded)]
+    cache = grouping_module().get_kv_cache_config_from_groups(tiny_config, held, 12 * page_bytes)
+    engine = start(s3kv | {"compress": "off"}, cache=cache, blocks=blocks)
+    worker = worker_alone(engine.spec, engine.config, cache, fill=1)
+    engine._rows[:] = ord("*")
+    expected = (blocks, 3 * blocks * page_bytes), (1, 2 * other.page_size_bytes)
+    for group, (size, nbytes) in enumerate(expected):
+        key, context = base.make_offload_key(bytes(32), group), engine.request()
+        rows = engine.manager.prepare_store([key], context).store_spec
+        sizes = [size * (number == group) for number in range(2)]
+        source = base.GPULoadStoreSpec([*range(1, 1 + size)], sizes, [0, blocks - 1])
+        worker.worker.submit_store(group, source, rows)
+        worker.worker.wait({group})
+        engine.manager.complete_store([key], context)
+        engine.settle()
+        (row,) = engine._rows[rows.chunk_ids]
+        assert [(row == value).sum() for value in (1, 0)] == [nbytes, len(row) - nbytes]
+    assert [b"*" * 64 in it for it in server_of(s3kv).contents(BUCKET).values()] == [False] * 2
+    worker.shutdown()
