@@ -24,7 +24,7 @@ import click
 
 import vllm_s3kv
 from s3kv.cli.configure import compact, connectors, offloading_connector
-from s3kv.cli.doctor.host import MORE_SHM, SHM
+from s3kv.cli.doctor.host import MORE_SHM, SHM, left_by_kills
 from s3kv.cli.invocation import EPILOG, parse, print_json, with_settings
 from s3kv.config import Config, count, size
 from s3kv.errors import ConfigError
@@ -99,6 +99,8 @@ def serve(
             "--encoder-outputs is set, and the connector is S3KVConnector unless --connector is"
         )
     offloads, encodes = offloads_with(connector, given, model_config), bool(encoder_outputs)
+    if offloads and (left := left_by_kills()).remedy:
+        notes.append(f"{left.detail}: {left.remedy}")
     if encoder_outputs is None:
         encodes = bool(multi_modal) and may_cache_items(given)
     if "host_bytes" not in config:

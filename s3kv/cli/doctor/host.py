@@ -5,6 +5,8 @@ Neither vLLM nor torch is imported: a separate process queries torch about the G
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import importlib.util
 import json
 import os
@@ -14,11 +16,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import vllm_s3kv
 from s3kv.cli.doctor.findings import Finding
-from s3kv.config import Config
+from s3kv.config import Config, size
 from s3kv.errors import ConfigError
 from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab, existing_slabs
@@ -29,7 +32,7 @@ SUPPORTED = (vllm_s3kv.FIRST_VLLM, (0, 34))
 SHM = "/dev/shm"
 MORE_SHM = (
     f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "
-    "medium: Memory mounted there"
+    "medium: Memory mounted there (`s3kv doctor` names files of killed engines there)"
 )
 _SHM_BYTES_PER_WORKER = 256 * 2**20
 """vLLM's queues between its processes: ten pieces of 16 or 24 MiB each (its `shm_broadcast`)."""
@@ -44,7 +47,7 @@ class Host:
     size of /dev/shm; None if it is missing. memlock_bytes: bytes that a process may lock; None: no
     limit. hash_seed: PYTHONHASHSEED. vllm: version of the installed vLLM; None without one.
     decoded_bytes_per_s: of compressed chunks by one thread; None without blosc2. gpu: the findings
-    of `s3kv.device.probe`, or the reason why there are none."""
+    of `s3kv.device.probe`, or the reason why there are none. left: `left_by_kills`."""
 
     available_bytes: int
     slab_error: str
@@ -54,6 +57,7 @@ class Host:
     vllm: str | None
     decoded_bytes_per_s: float | None
     gpu: Mapping[str, Any] | str
+    left: Finding
 
 
 def look(environment: Mapping[str, str]) -> Host:
@@ -69,6 +73,7 @@ def look(environment: Mapping[str, str]) -> Host:
         vllm=vllm_s3kv.vllm_version(),
         decoded_bytes_per_s=compression.decoding_speed(codec, time.perf_counter) if codec else None,
         gpu=_look_for_gpu(),
+        left=left_by_kills(),
     )
 
 
@@ -80,6 +85,7 @@ def examine(
     return [
         _memory(config, host, workers, tier_bytes),
         _shm(host, workers, tier_bytes or 0),
+        host.left,
         _memlock(host, config.host_bytes if tier_bytes is None else tier_bytes),
         _hash_seed(host.hash_seed, algorithm),
         _vllm(host.vllm),
@@ -147,10 +153,9 @@ def _hash_seed(seed: str | None, algorithm: str) -> Finding:
         return Finding("hash seed", "fault", told, f"{same}, or use sha256_cbor")
     if seed == "random":
         return Finding("hash seed", "warning", "PYTHONHASHSEED is 'random'", f"{same}, or unset it")
+    told = f"PYTHONHASHSEED is {seed!r}: instances with another do not share the cache"
     if seed is None:
         told = f"PYTHONHASHSEED is not set, as {algorithm} allows (--hash-algo: the engine's)"
-        return Finding("hash seed", "ok", told)
-    told = f"PYTHONHASHSEED is {seed!r}: instances with another do not share the cache"
     return Finding("hash seed", "ok", told)
 
 
@@ -195,6 +200,24 @@ def _gpu(found: Mapping[str, Any] | str) -> Finding:
         told += ": host memory cannot be pinned, and copies will be several times slower: "
         return Finding("gpu", "warning", f"{told}{found['refusal']}", found["remedy"])
     return Finding("gpu", "ok", f"{told}; host memory can be pinned, {found['where']}")
+
+
+def left_by_kills() -> Finding:
+    """Finding about files of vLLM's host tiers that no process maps: engines that are killed leave
+    them (vllm#57303). Processes of other users and containers may not be seen."""
+    left = {}
+    for file in glob.glob(f"{SHM}/vllm_offload_*.mmap*"):
+        with contextlib.suppress(OSError), open(file, "rb") as opened:  # gone, or another user's
+            left[file] = os.fstat(opened.fileno()).st_blocks * 512
+    for process in glob.glob("/proc/[0-9]*/maps") if left else ():
+        with contextlib.suppress(OSError):
+            maps = Path(process).read_bytes()
+            left = {file: n for file, n in left.items() if Path(file).name.encode() not in maps}
+    if not left:
+        return Finding("killed engines", "ok", f"none has left memory in {SHM}")
+    told = f"killed engines have left {size(sum(left.values()))} in {SHM}"
+    remedy = f"rm {' '.join(left)}, unless an engine of another user or container has them"
+    return Finding("killed engines", "warning", told, remedy)
 
 
 def _slab_error() -> str:

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from s3kv.cli import serve
 from s3kv.cli.app import cli
+from s3kv.cli.doctor import host
 from tests.project import ROOT, plant
 from tests.unit.cli.conftest import refused
 
@@ -38,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plant(tmp_path, {f"{name}/config.json": config for name, config in MODELS.items()})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serve, "multi_modal_architectures", lambda: {"Llava"})
+    monkeypatch.setattr(host, "SHM", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     return tmp_path
@@ -118,6 +120,14 @@ def test_the_connector_and_its_settings(
     _, configs, notes = command("m", *SET, *arguments.split())
     assert configs == {"kv": expected}
     assert notes == []
+
+
+def test_a_note_names_what_killed_engines_have_left(folder: Path) -> None:
+    install(folder, GPU)
+    (folder / "vllm_offload_a.mmap").touch()
+    *_, (note,) = command("m", *SET)
+    assert f": rm {folder}/vllm_offload_a.mmap, unless an engine of another user" in note
+    assert command("m", *SET, "--connector", "S3KVConnector")[2] == []
 
 
 def test_options_of_vllm_are_passed_on_in_their_order(folder: Path) -> None:

@@ -38,8 +38,8 @@ def test_findings_come_in_the_order_in_which_they_were_looked_for(run: Run) -> N
     assert result.exit_code == 0, result.output
     found = list(findings(result))
     assert found[:2] == ["client", "list"]
-    host = ["memory", "shm", "memlock", "hash seed", "vllm", "compression", "gpu"]
-    assert found[-7:] == host
+    host = ["memory", "shm", "killed engines", "memlock", "hash seed", "vllm", "compression", "gpu"]
+    assert found[-8:] == host
 
 
 def test_options_reach_the_checks_of_the_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ def pinned(nbytes: int) -> dict[str, Any]:
 FINE = Host(
     available_bytes=16 * GIB, slab_error="", shm_bytes=8 * GIB, memlock_bytes=None,
     hash_seed="0", vllm="0.32.0", decoded_bytes_per_s=2.5e9, gpu=H200,
+    left=Finding("killed engines", "ok", ""),
 )  # fmt: skip
 
 
@@ -144,6 +146,17 @@ def test_memory_files_that_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(os, "memfd_create", forbid)
     assert "Operation not permitted" in look({}).slab_error
+
+
+def test_memory_that_killed_engines_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SHM", str(tmp_path))
+    used, left = (tmp_path / f"vllm_offload_{name}.mmap" for name in ("used", "left"))
+    used.write_bytes(bytes(mmap.PAGESIZE))
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert host.left_by_kills().status == "ok"
+        left.touch()
+        found = judged(replace(FINE, left=host.left_by_kills()))["killed engines"]
+    assert (found.status, found.remedy.partition(",")[0]) == ("warning", f"rm {left}")
 
 
 def test_the_range_is_that_of_the_package() -> None:
