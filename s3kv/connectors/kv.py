@@ -92,6 +92,8 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         self._worker.suspend()
 
+    release_kv_caches = unregister_kv_caches  # the name after 0.33
+
     def restore_kv_caches(self) -> None:
         # The addresses are the same as before: vLLM maps new memory there.
         self._worker.resume()

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s3kv")
 
-ANNOUNCES_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether vLLM calls `suspend` before it unmaps the KV cache's memory, as 0.33 does."""
+ANNOUNCES_SLEEP = bool({"unregister_kv_caches", "release_kv_caches"} & {*dir(KVConnectorBase_V1)})
+"""Whether vLLM calls `suspend` before it unmaps the KV cache's memory, as 0.33 and later do."""
 _LAUNCH_S = 5.0
 """Longest wait for copies to be launched. Launching the copies of one step takes far less."""
 _SUSPEND_S = 60.0

@@ -212,8 +212,9 @@ def test_before_a_sleep_copies_end_and_after_it_they_may_begin(
 
 def test_sleep_is_supported_and_its_announcement_detected() -> None:
     assert S3KVConnector.supports_sleep_mode(SimpleNamespace())  # type: ignore[arg-type]
-    theirs = hasattr(kv.KVConnectorBase_V1, "unregister_kv_caches")
-    assert theirs == kv_worker.ANNOUNCES_SLEEP == (VERSION >= (0, 33))
+    theirs = {"unregister_kv_caches", "release_kv_caches"} & set(dir(kv.KVConnectorBase_V1))
+    assert bool(theirs) == kv_worker.ANNOUNCES_SLEEP == (VERSION >= (0, 33))
+    assert S3KVConnector.release_kv_caches is S3KVConnector.unregister_kv_caches
 
 
 def test_saves_of_an_adapter_that_has_changed_are_refused(tiny_config: Any) -> None:

@@ -260,6 +260,7 @@ def test_what_tells_adapters_apart_in_vllms_own_cache() -> None:
     assert len(names) == 3, moved("adapters' hashes", ADAPTERS)
 
 
+    "release_kv_caches": (0, 34),
 def test_doctor_knows_every_hash_of_prefixes() -> None:
     from vllm.config.cache import PrefixCachingHashAlgo
 
