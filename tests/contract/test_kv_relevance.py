@@ -37,6 +37,7 @@ from tests.contract.kv_relevance import (
     wrong,
 )
 from tests.contract.pictures import kwargs_item, picture
+from tests.project import plant
 
 PACKAGE = Path(vllm.__file__).parent
 VERSION = ".".join(vllm.__version__.split(".")[:2])
@@ -99,18 +100,19 @@ def test_every_field_and_variable_of_this_vllm_has_a_row() -> None:
 
 def test_a_field_that_is_new_is_noticed(tmp_path: Path) -> None:
     """The control, on sources of its own."""
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "cache.py").write_text("class CacheConfig:\n    new_format: str = 'a'\n")
-    (tmp_path / "envs.py").write_text("environment_variables: dict = {'VLLM_NEW': 1}\n")
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "request.py").write_text(
-        "class LoRARequest:\n    scale: float = 1.0\n"
-        "    def __init__(self) -> None:\n        self.rank, self.kind = 8, 'a'\n"
-    )
+    sources = {
+        "config/cache.py": "class CacheConfig:\n    new_format: str = 'a'\n",
+        "envs.py": "environment_variables: dict = {'VLLM_NEW': 1}\n",
+        "v1/kv_cache_interface.py": "class MambaSpec:\n    scale: int\n",
+        "lora/request.py": "class LoRARequest:\n    scale: float = 1.0\n"
+        "    def __init__(self) -> None:\n        self.rank, self.kind = 8, 'a'\n",
+    }
+    plant(tmp_path, sources)
     found = wrong(tmp_path, VERSION)
     for field in ("scale", "rank", "kind"):
         assert f"requests.toml: LoRARequest.{field} has no row" in found
     assert f"requests.toml: Request.prompt_embeds is not in vLLM {VERSION}" in found
+    assert "cache.toml: MambaSpec.scale has no row" in found
     assert "config.toml: CacheConfig.new_format has no row" in found
     assert "environment.toml: VLLM_NEW has no row" in found
     assert f"config.toml: CacheConfig.cache_dtype is not in vLLM {VERSION}" in found

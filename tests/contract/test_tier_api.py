@@ -36,7 +36,6 @@ TIER = "s3kv/connectors/offload_tier.py"
 BASE = "vllm.v1.kv_offload.base"
 TIERING = "vllm.v1.kv_offload.tiering.base"
 FACTORY = "vllm.v1.kv_offload.tiering.factory"
-CONFIG = "vllm.v1.kv_offload.config"
 STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics:OffloadingConnectorStats"
 
 # Dataclass -> the fields we read or set, in vLLM's order where we give them by position (*).
@@ -50,11 +49,6 @@ FIELDS = {
     f"{BASE}:OffloadingCounterMetadata": "documentation labelnames",
     f"{BASE}:OffloadingGaugeMetadata": "documentation labelnames",
     f"{BASE}:OffloadingHistogramMetadata": "documentation labelnames buckets",
-    f"{CONFIG}:OffloadingConfig": "groups engine_id model cache parallel extra_config "
-    "canonical_layout",
-    f"{CONFIG}:OffloadingGroupConfig": "tokens_per_block layer_names group_id",
-    f"{CONFIG}:OffloadingCacheConfig": "tokens_per_hash blocks_per_chunk",
-    f"{CONFIG}:OffloadingParallelConfig": "rank world_size tp_size pp_size is_parallelism_agnostic",
 }
 MEMBERS = {
     "LookupResult": "MISS HIT HIT_PENDING RETRY",
@@ -136,9 +130,9 @@ class Recorder(SecondaryTierManager):  # type: ignore[misc]
     on_schedule_end = recorded_as("step ends")
     drain_jobs = recorded_as("drain")
 
+
 class Offloading:
     """vLLM's manager of the primary tier and others, driven as its scheduler does.
-
     rows: of the primary tier, each with one chunk of `tiny`. settings: of the engine, and its
     `role`, the `blocks` of a chunk, and another `cache` with as long pages. tier: the first."""
 

@@ -16,25 +16,28 @@ HERE = Path(__file__).parent
 FINGERPRINT, BLOCK_HASH, REFUSED, NO = "fingerprint", "block hash", "refused", "no"
 DERIVED, NOT_CACHED = "derived", "not cached"
 KINDS = (FINGERPRINT, BLOCK_HASH, REFUSED, NO, DERIVED, NOT_CACHED)
-REQUESTS = {
-    "EngineCoreRequest": "v1/engine/__init__.py",
-    "MultiModalFeatureSpec": "multimodal/inputs.py",
-    "PlaceholderRange": "multimodal/inputs.py",
-    "LoRARequest": "lora/request.py",
-    "SamplingParams": "sampling_params.py",
-    "PoolingParams": "pooling_params.py",
-    "Request": "v1/request.py",
-    "StreamingUpdate": "v1/request.py",
-    "SchedulerOutput": "v1/core/sched/output.py",
-    "NewRequestData": "v1/core/sched/output.py",
-    "CachedRequestData": "v1/core/sched/output.py",
-    "CachedRequestState": "v1/worker/gpu_input_batch.py",
-    "InputBatch": "v1/worker/gpu_input_batch.py",
-    "gpu.RequestState": "v1/worker/gpu/states.py",
-    "gpu.InputBatch": "v1/worker/gpu/input_batch.py",
-    "gpu.InputBuffers": "v1/worker/gpu/input_batch.py",
+FILES = {
+    "requests": {
+        "v1/engine/__init__.py": "EngineCoreRequest",
+        "multimodal/inputs.py": "MultiModalFeatureSpec PlaceholderRange",
+        "lora/request.py": "LoRARequest",
+        "sampling_params.py": "SamplingParams",
+        "pooling_params.py": "PoolingParams",
+        "v1/request.py": "Request StreamingUpdate",
+        "v1/core/sched/output.py": "SchedulerOutput NewRequestData CachedRequestData",
+        "v1/worker/gpu_input_batch.py": "CachedRequestState InputBatch",
+        "v1/worker/gpu/states.py": "gpu.RequestState",
+        "v1/worker/gpu/input_batch.py": "gpu.InputBatch gpu.InputBuffers",
+    },
+    "cache": {
+        "v1/kv_cache_interface.py": "KVCacheSpec AttentionSpec FullAttentionSpec MLAAttentionSpec "
+        "MambaSpec KVCacheTensor KVCacheGroupSpec KVCacheConfig",
+        "v1/kv_offload/config.py": "OffloadingConfig OffloadingGroupConfig OffloadingModelConfig "
+        "OffloadingCacheConfig OffloadingParallelConfig",
+    },
 }
-"""Every class that carries what a model is given of a request, and vLLM's file of it."""
+"""By table: vLLM's files, and every class in them that carries what a model is given of a request,
+or that says what is in a block, a page or a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,11 @@ def wrong(package: Path, version: str) -> list[str]:
     """What the tables say of one version of vLLM and its sources do not, and the other way round.
     package: the directory that has vLLM's `config` and `envs.py`."""
     there = {f"config.toml: {name}" for name in config_fields(package)}
-    there |= {f"requests.toml: {name}" for name in request_fields(package)}
+    there |= {f"{name}.toml: {field}" for name in FILES for field in fields_of(package, name)}
     there |= {f"environment.toml: {name}" for name in environment_variables(package)}
     told = [
         f"{name}.toml: {row.group}.{row.name}"
-        for name in ("config", "requests")
+        for name in ("config", *FILES)
         for row in table(name)
         if row.in_version(version)
     ]
@@ -104,11 +107,12 @@ def config_fields(package: Path) -> set[str]:
     }
 
 
-def request_fields(package: Path) -> set[str]:
-    """`Class.field` of every field, annotated or set at first, of the classes of requests."""
+def fields_of(package: Path, name: str) -> set[str]:
+    """`Class.field` of every field, annotated or set at first, of the classes of a table."""
     return {
         f"{group}.{field}"
-        for group, file in REQUESTS.items()
+        for file, groups in FILES[name].items()
+        for group in groups.split()
         for node in _classes(package / file)
         if node.name == group.removeprefix("gpu.")
         for field in _annotated(node) | _set_at_first(node)
