@@ -62,10 +62,8 @@ def connectors(config: Config, role: Role, kinds: Sequence[str] = ("kv", "ec")) 
 
 def offloading_connector(config: Config, workers: int, block_tokens: int = 0) -> dict[str, Any]:
     """The value of --kv-transfer-config for vLLM's own connector, with s3kv as its tier.
-
     workers: of one engine; they share the memory. block_tokens: vLLM's --block-size; 0 if it is not
-    set. If vLLM has an option for a setting, the option replaces the setting.
-    """
+    set. If vLLM has an option for a setting, the option replaces the setting."""
     block_tokens = block_tokens or _BLOCK_TOKENS
     tokens = {"block_size": config.chunk_tokens} if config.chunk_tokens else {}
     vllms_own = ("host_bytes", "chunk_tokens", "share_ranks")

@@ -204,9 +204,7 @@ def check_shm(each_bytes: int, workers: int, takes: str) -> int:
 
 def given_options(words: Sequence[str]) -> dict[str, str]:
     """The options of vLLM among `words` and in the file of its --config, by their long names.
-
-    The value of a flag is arbitrary. For --option.part, the value is that of the part.
-    """
+    The value of a flag is arbitrary. For --option.part, the value is that of the part."""
     found = {}
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")

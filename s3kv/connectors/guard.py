@@ -60,10 +60,8 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 def wait_for_bucket(client: IoClient, config: Config) -> bool | None:
     """Wait until the I/O process has tried the bucket. Returns whether the namespace has objects;
     None if the bucket does not answer.
-
     Raises a `StoreError` if the bucket cannot be used and `on_unavailable` is "fail", and
-    `IoProcessError` if the I/O process cannot be started or has died. The client is closed then.
-    """
+    `IoProcessError` if the I/O process cannot be started or has died. The client is closed then."""
     try:
         return try_bucket(client)
     except (IoProcessError, StoreError) as error:

@@ -46,36 +46,22 @@ if TYPE_CHECKING:
     from s3kv.connectors.kv_translate import KVGeometry
 
 _MULTIMODAL = (
-    "language_model_only",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "mm_hasher_algorithm",
-    "mm_device_do_normalize",
-    "mm_encoder_attn_dtype",
-    "video_pruning_rate",
-    "video_pruning_method",
+    *("language_model_only", "mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm"),
+    *("mm_device_do_normalize", "mm_encoder_attn_dtype"),
+    *("video_pruning_rate", "video_pruning_method"),
 )
 _LORA = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
 _SPECULATIVE = (
-    "method",
-    "quantization",
-    "kv_cache_dtype",
-    "parallel_drafting",
+    *("method", "quantization", "kv_cache_dtype", "parallel_drafting"),
     "index_share_for_mtp_iteration",
 )
 _ATTENTION = (
-    "use_non_causal",
-    "indexer_kv_dtype",
-    "use_fp4_indexer_cache",
-    "indexer_sparse_logits",
-    "use_trtllm_attention",
-    "disable_flashinfer_q_quantization",
+    *("use_non_causal", "indexer_kv_dtype", "use_fp4_indexer_cache", "indexer_sparse_logits"),
+    *("use_trtllm_attention", "disable_flashinfer_q_quantization"),
     "use_prefill_query_quantization",
 )
 _KERNELS = (
-    "moe_backend",
-    "linear_backend",
-    "linear_backend_per_quant",
+    *("moe_backend", "linear_backend", "linear_backend_per_quant"),
     "sparse_indexer_topk_backend",
 )
 """Some of these compute quantised layers with activations in a different number format."""
@@ -140,11 +126,9 @@ def fingerprint(
 ) -> dict[str, Any]:
     """The fingerprint as plain JSON values, equal on every rank. `io.tier.introduce` adds how
     objects are sealed.
-
     page: byte layout of a page on this rank, without the parts that differ between ranks; with
         several KV-cache groups, of each group, and how the groups are joined.
-    pages: of engines that share with other parallel sizes (`kv_shards`); None for others.
-    """
+    pages: of engines that share with other parallel sizes (`kv_shards`); None for others."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     attention = _attention_backends(vllm_config, kv_cache_config)
     layout = getattr(kv_cache_config, "kv_cache_layout", None)
@@ -165,12 +149,10 @@ def offload_fingerprint(
     config: Config, vllm_config: VllmConfig, offloading: OffloadingConfig, row_bytes: int
 ) -> dict[str, Any]:
     """The same for the rows of vLLM's offloading, from the settings of the scheduler's process.
-
     A row has the KV of all ranks. Where vLLM declares its bytes independent of the parallel sizes
     (`canonical_layout`, MLA), these do not count. The attention backends run in the workers, and
     each may lay out pages differently. The inputs to their selection stand for them: the device and
-    the requested backend.
-    """
+    the requested backend."""
     from vllm.platforms import current_platform
 
     cache = offloading.cache
@@ -252,9 +234,7 @@ def _stages(vllm_config: VllmConfig, pages: Pages | None) -> dict[str, Any]:
 
 def encoder_fingerprint(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
     """Everything that changes an encoder's output, except the item itself and its adapter.
-
-    Parallel sizes do not count: every rank has the whole output, whichever ranks computed it.
-    """
+    Parallel sizes do not count: every rank has the whole output, whichever ranks computed it."""
     return {**_computation(config, vllm_config), "content": "encoder outputs"}
 
 

@@ -149,9 +149,7 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
 def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[Coverage, ...]:
     """The engine's groups, joined where they need the same positions: full attention first, then
     ordered by reach. Every rank and every engine with this model numbers them alike.
-
-    Raises `ConfigError` if no chunk of this length fits them.
-    """
+    Raises `ConfigError` if no chunk of this length fits them."""
     interval = _interval_tokens(kv_cache_config)
     members: dict[tuple[GroupKind, int], list[int]] = {}
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -222,8 +220,7 @@ def block_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
     """Tokens per chunk without a setting."""
-    block = block_tokens(kv_cache_config)
-    chunk = default_chunk_tokens(block)
+    chunk = default_chunk_tokens(block := block_tokens(kv_cache_config))
     for layer in layers_of(kv_cache_config):
         chunk = _kind(layer).chunk_tokens(block, chunk)
     return chunk

@@ -39,12 +39,10 @@ _ORDERS |= dict.fromkeys(("LBNHC", "BLNHC"), "NHC")
 
 def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size: int) -> int:
     """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
-
     vLLM reports this number for MLA. The layers of a draft model also count: those with heads of
     their own differ between ranks. For a model with fewer KV heads than ranks, vLLM reports
     nothing. It gives each head to consecutive ranks (`QKVParallelLinear`), so these are equal if
-    all layers have the same number of heads.
-    """
+    all layers have the same number of heads."""
     if kv_cache_config.kv_tp_replicas > 1:
         return int(kv_cache_config.kv_tp_replicas)
     layers = list(layers_of(kv_cache_config))
@@ -84,9 +82,7 @@ def _head_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
 def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) -> list[str]:
     """The shard name of each rank, as in object keys, pipeline stage by pipeline stage. Ranks with
     the same name hold the same KV, and the first of them uploads it.
-
-    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer.
-    """
+    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer."""
     from vllm.distributed.utils import get_pp_indices
 
     # With MLA every rank holds all of the KV: one latent head. A model's code may leave either
@@ -112,9 +108,7 @@ def shared_pages(
 ) -> Pages | None:
     """Features that the pages of this rank share with those of ranks of other sizes. None, with the
     reason in the log, if they cannot be divided by heads.
-
-    layouts: by vLLM's number of the group. shard_name: this rank's.
-    """
+    layouts: by vLLM's number of the group. shard_name: this rank's."""
     try:
         order = _order(vllm_config, kv_cache_config)
         shard = _share(vllm_config, layouts, shard_name, order)

@@ -23,10 +23,8 @@ def is_in_lockstep(vllm_config: VllmConfig) -> bool:
 class Linger:
     """Pauses of an idle engine whose requests wait for s3kv. Without them vLLM's loop polls every
     1.3 ms, and takes a third of a core from the I/O process.
-
     longest_s: length of a pause that no arrival ends. in_lockstep: whether a pause would hold up
-    other engines; then there is none.
-    """
+    other engines; then there is none."""
 
     def __init__(self, longest_s: float, *, in_lockstep: bool) -> None:
         self._longest_s = 0.0 if in_lockstep else longest_s

@@ -41,10 +41,8 @@ def check_media_names(vllm_config: VllmConfig, *, trusted: bool) -> None:
 
 class MediaDigests:
     """Digests of processed media. Used from one thread, the engine's.
-
     An item's tensors are read once for as long as vLLM keeps them. That takes 0.2 ms for an image
-    of 1.3 MB and 5 ms for a video of 20 MB.
-    """
+    of 1.3 MB and 5 ms for a video of 20 MB."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
@@ -111,10 +109,8 @@ def _count(item: MultiModalKwargsItem) -> int:
 class MediaNames:
     """Record of the content behind each name in this engine, whose own caches use names as keys.
     Used from one thread.
-
     A name that has stood for two contents is disputed for good: it is unknown with which of them
-    the engine computes.
-    """
+    the engine computes."""
 
     def __init__(self, capacity: int = _NAMES) -> None:
         self._capacity = capacity

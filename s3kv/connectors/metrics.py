@@ -87,10 +87,8 @@ class S3ECStats(Sums, ECConnectorStats):
 class Exported:
     """Prometheus metrics of one table, per engine. All their series exist from the start:
     otherwise Prometheus would not see the first increase, from nothing to one.
-
     Comes before vLLM's class among the bases. That class has vLLM's own class for each kind of
-    metric.
-    """
+    metric."""
 
     table: ClassVar[Mapping[str, Metric]]
     namespace: ClassVar[str]

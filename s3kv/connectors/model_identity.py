@@ -127,9 +127,7 @@ def local_weights(model: ModelConfig, load: LoadConfig, method: str) -> str | No
 
 def local_files(model: ModelConfig) -> dict[str, str] | None:
     """Digests of the files beside the weights, by name; None without a readable local folder.
-
-    Files that cannot change what the model computes from given tokens and images are left out.
-    """
+    Files that cannot change what the model computes from given tokens and images are left out."""
     folder = Path(model.model)
     if not folder.is_dir():
         return None

@@ -48,11 +48,9 @@ TIER_SHARES: Shares = {**_MISSED, **_dropped(TIER_UNSAVED)}
 
 class Meter:
     """Meter of sets of counters: measures their growth between calls.
-
     shares: for counters that the table has under another name, or that are part of several
         metrics, or of none. A counter that is neither there nor in the table is left out, and
-        logged as an error.
-    """
+        logged as an error."""
 
     def __init__(self, metrics: Mapping[str, Metric], shares: Shares | None = None) -> None:
         keys = (key for name, metric in metrics.items() for key in metric.keys(name))
@@ -85,9 +83,7 @@ class Meter:
 
 class Telemetry:
     """Telemetry of a scheduler's side. Used from the engine's thread.
-
-    metrics, shares: as for `Meter`. traffic: the line on traffic.
-    """
+    metrics, shares: as for `Meter`. traffic: the line on traffic."""
 
     def __init__(self, metrics: Mapping[str, Metric], shares: Shares, traffic: TrafficLine) -> None:
         self.is_stale = True

@@ -70,10 +70,8 @@ class Digest:
 def weights_digest(path: str, method: str = SAMPLED) -> str | None:
     """Digest of the weights in a directory or file; None if the path has no weights or does not
     exist.
-
     The same files have the same digest under any path. method: "sampled" or "full"; their digests
-    are never equal. Raises `OSError` for files that cannot be read.
-    """
+    are never equal. Raises `OSError` for files that cannot be read."""
     place = Path(path)
     files = [place] if place.is_file() else _files(place, *_PATTERNS)
     if not files:
@@ -108,9 +106,7 @@ def _files(directory: Path, *patterns: str) -> list[Path]:
 
 def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
     """One digest of all files. It includes their names, unless there is only one file.
-
-    Reads in several threads. Raises `OSError` for files that cannot be read.
-    """
+    Reads in several threads. Raises `OSError` for files that cannot be read."""
     ordered = sorted(files)
     found = [file.stat() for file in ordered]
     sizes = [at.st_size for at in found]
@@ -152,10 +148,8 @@ def _plan(size: int, parts: list[FileRange], blocks: int) -> list[FileRange]:
 
 def _spread(offset: int, length: int, blocks: int) -> list[FileRange]:
     """One block in each of `blocks` equal parts of a span. Each starts at an element of any dtype.
-
     The place within the part differs from block to block. With equal distances, all blocks might
-    lie in the same columns of a matrix.
-    """
+    lie in the same columns of a matrix."""
     room = max(0, length // blocks - _BLOCK_BYTES)
     spans = []
     for number in range(blocks):

@@ -41,10 +41,8 @@ def open_worker_tier(
 
 def planned_slabs(vllm_config: VllmConfig) -> Plan:
     """The slabs of both connectors that an engine's processes make on this worker's host.
-
     vLLM's world group, and so the number, includes the data-parallel ranks of a mixture of experts.
-    vLLM runs those of other models as independent engines.
-    """
+    vLLM runs those of other models as independent engines."""
     from vllm.distributed.parallel_state import get_node_count, get_world_group
 
     kv, ec = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config

@@ -138,14 +138,8 @@ CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
     ),
     ("worker.worker_cls", "worker", parallel(worker_cls="mine.Worker")),
     ("worker.worker_extension_cls", "its extension", parallel(worker_extension_cls="mine.More")),
-    *[
-        (f"attention.{name}", name, on("attention_config", **{name: "other"}))
-        for name in identity._ATTENTION
-    ],
-    *[
-        (f"kernels.{name}", name, on("kernel_config", **{name: "other"}))
-        for name in identity._KERNELS
-    ],
+    *[(f"attention.{n}", n, on("attention_config", **{n: "other"})) for n in identity._ATTENTION],
+    *[(f"kernels.{n}", n, on("kernel_config", **{n: "other"})) for n in identity._KERNELS],
     *[(f"environment.{name}", name, environment(name, "2")) for name in identity.ENVIRONMENT],
     ("model.class_overrides", "class", model(model_class_overrides={"A": "b:C"})),
     ("model.dtype", "dtype", model(dtype="torch.float16")),
