@@ -20,8 +20,9 @@ define environment
 endef
 , := ,
 
-# Tests at a time. Every engine wants a core and 2 GiB.
+# Tests at a time. Every engine wants a core and 2 GiB; `make test` starts few, and often waits.
 JOBS ?= 2
+test: JOBS = 3
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-all test-matrix e2e infra nightly lint format docs demo demo-chat bench clean gpu release

@@ -89,7 +89,7 @@ def test_a_key_is_that_of_another_chunk_after_a_reset(broken: S3Tier) -> None:
 
 BUCKET = "faults"
 STRUCK = {name: case for name, case in CASES.items() if case.fault is not None}
-LONG = STRUCK.keys() - {"refuse", "flipped-payload", "black-hole"}
+LONG = STRUCK.keys() - {"refuse", "flipped-payload"}
 RECOVERS_S = 60.0
 
 

@@ -87,7 +87,7 @@ def life(seed: int, vllm_config: Any, patch: Patch) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("seeds", [SEEDS[:30], pytest.param(SEEDS[30:], marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [SEEDS[:15], pytest.param(SEEDS[15:], marks=pytest.mark.long)])
 def test_our_tier_under_vllms_scheduler(
     seeds: range, engine_config: Any, monkeypatch: Patch
 ) -> None:

@@ -419,6 +419,7 @@ def test_pressure_holds_up_stores_alone(under: bool, start: Start, s3kv: Entry) 
 # --------------------------------------------------------------------------- several tiers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["s3kv fs", "fs s3kv", "s3kv other"])
 def test_every_tier_gets_all_and_each_gives_what_it_has(
     order: str, start: Start, entries: dict[str, Entry]

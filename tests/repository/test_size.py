@@ -13,7 +13,7 @@ from tests.repository.test_project import functions
 MOST_LINES = 30_295
 """Lines of `s3kv/`. A change may lower the number, and may not raise it."""
 LONG_FUNCTION_LINES = 20
-MOST_TEST_LINES = 64_421
+MOST_TEST_LINES = 64_420
 """Lines of `tests/`. The same goes for them."""
 
 

@@ -74,6 +74,7 @@ def test_outcomes_are_sorted_by_area(run: object, areas: tuple[Area, Area]) -> N
     assert (cells["other"].passed, cells["other"].failed) == (2, [])
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_read_fails_every_area_with_a_test_in_it(
     run: object, areas: tuple[Area, Area], tmp_path: Path
 ) -> None:

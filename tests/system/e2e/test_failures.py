@@ -102,7 +102,6 @@ def test_permissions_that_allow_nothing(rig: Rig, expected: list[Answer]) -> Non
     assert any("without s3:ListBucket" in line for line in said)
 
 
-@pytest.mark.core
 def test_the_io_process_killed_in_the_middle(rig: Rig, expected: list[Answer]) -> None:
     with proxy(str(rig.s3.url)) as slow:
         connector = changed(

@@ -68,18 +68,14 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
         yield Library(bucket, keys)
 
 
+# A step takes the second runner three to five times as long.
+SLOW = [pytest.mark.long, pytest.mark.timeout(2 * START_AND_STOP_S)]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     "second_runner",
-    [
-        pytest.param(False, id="first-runner"),
-        pytest.param(
-            True,
-            id="second-runner",
-            # A step takes it three to five times as long.
-            marks=[pytest.mark.long, pytest.mark.timeout(2 * START_AND_STOP_S)],
-        ),
-    ],
+    [pytest.param(False, id="first-runner"), pytest.param(True, id="second-runner", marks=SLOW)],
 )
 def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: bool) -> None:
     """On either model runner, from a bucket that the first one has filled."""

@@ -202,6 +202,7 @@ async def test_a_caller_may_block_all_threads_of_the_loop(config: Config) -> Non
     assert await blocked, "the store has waited for them"
 
 
+@pytest.mark.long
 async def test_a_process_that_dies_while_nobody_calls_is_replaced(config: Config) -> None:
     async with opening(config) as store:
         assert await store.put(hash_of(1), block(1))
