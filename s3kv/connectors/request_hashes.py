@@ -177,7 +177,7 @@ class RequestHashes:
 
     def _contents(self, request: Request) -> list[bytes] | None:
         """The digests of the request's media; None if the request must not be cached."""
-        features = request.mm_features
+        features, is_new = request.mm_features, request.request_id not in self._used
         self._used[request.request_id] = tuple(feature.identifier for feature in features)
         contents, disputed = [], False
         for feature in features:
@@ -186,7 +186,7 @@ class RequestHashes:
                 contents.append(content)
             disputed |= self._is_disputed(feature.identifier, content)
         if disputed:
-            self.counters["requests_untrusted"] += 1
+            self.counters["requests_untrusted"] += is_new
             known = all(self._names.has(feature.identifier) for feature in features)
             self._warn_once(_UNKNOWN_MEDIA if known else _TOO_MANY_MEDIA)
         return None if disputed else contents

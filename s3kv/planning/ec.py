@@ -136,8 +136,8 @@ class ECPlanner:
         request.asked[wanted.identifier] = wanted
         self.ledger.unsaved.hit(wanted.key)
         self.ledger.index.use(wanted.key, now_s)
-        if wanted.identifier in self._on_device:
-            return
+        if wanted.identifier in self._on_device or len(self._names[wanted.identifier]) > 1:
+            return  # nothing to load, or nothing that could be promised
         held = self.ledger.table.lookup(wanted.key)
         if held is not None and held.is_resident:
             self._lease(request, wanted.identifier, held)

@@ -27,7 +27,7 @@ REMEMBERED = 100_000
 (a twentieth of two million objects) are among them, it is listed once instead of twice."""
 MOST_HELD = 10_000
 """Most namespaces, and most manifests and shapes, that one run holds in memory: anyone with write
-access may have added more. The next run deletes more of them."""
+access may have added more, which are left for later runs."""
 _REPORT_EVERY = 1000
 Report = Callable[[str, int, int | None], None]
 """Called with the activity, the number of items done, and their total (None if not known)."""

@@ -11,6 +11,8 @@ import importlib.util
 import json
 import os
 import re
+import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -204,11 +206,13 @@ def _gpu(found: Mapping[str, Any] | str) -> Finding:
 
 def left_by_kills() -> Finding:
     """Finding about files of vLLM's host tiers that no process maps: engines that are killed leave
-    them (vllm#57303). Processes of other users and containers may not be seen."""
+    them (vllm#57303). Only files of this user; processes of other containers are not seen."""
     left = {}
     for file in glob.glob(f"{SHM}/vllm_offload_*.mmap*"):
-        with contextlib.suppress(OSError), open(file, "rb") as opened:  # gone, or another user's
-            left[file] = os.fstat(opened.fileno()).st_blocks * 512
+        with contextlib.suppress(OSError):  # gone; every user may give files such names there
+            found = os.lstat(file)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and file.isascii():
+                left[file] = found.st_blocks * 512
     for process in glob.glob("/proc/[0-9]*/maps") if left else ():
         with contextlib.suppress(OSError):
             maps = Path(process).read_bytes()
@@ -216,7 +220,7 @@ def left_by_kills() -> Finding:
     if not left:
         return Finding("killed engines", "ok", f"none has left memory in {SHM}")
     told = f"killed engines have left {size(sum(left.values()))} in {SHM}"
-    remedy = f"rm {' '.join(left)}, unless an engine of another user or container has them"
+    remedy = f"rm {shlex.join(left)}, unless an engine of another container has them"
     return Finding("killed engines", "warning", told, remedy)
 
 

@@ -126,7 +126,7 @@ def test_a_note_names_what_killed_engines_have_left(folder: Path) -> None:
     install(folder, GPU)
     (folder / "vllm_offload_a.mmap").touch()
     *_, (note,) = command("m", *SET)
-    assert f": rm {folder}/vllm_offload_a.mmap, unless an engine of another user" in note
+    assert f": rm {folder}/vllm_offload_a.mmap, unless an engine of another container" in note
     assert command("m", *SET, "--connector", "S3KVConnector")[2] == []
 
 

@@ -155,6 +155,7 @@ def test_memory_that_killed_engines_left(tmp_path: Path, monkeypatch: pytest.Mon
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert host.left_by_kills().status == "ok"
         left.touch()
+        os.mkfifo(tmp_path / "vllm_offload_fifo.mmap")  # opening it would wait for ever
         found = judged(replace(FINE, left=host.left_by_kills()))["killed engines"]
     assert (found.status, found.remedy.partition(",")[0]) == ("warning", f"rm {left}")
 
