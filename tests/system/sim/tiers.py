@@ -153,14 +153,13 @@ class TierNode(Node):
         )
         role = SimpleNamespace(is_kv_consumer=True, is_kv_producer=True)
         alone = SimpleNamespace(data_parallel_size=1)
+        engine = SimpleNamespace(kv_transfer_config=role, parallel_config=alone)
         with mock.patch.multiple(
             offload_tier,
             join_vllm_log=lambda: None,
             parse_settings=lambda settings: config,
-            engine_config=lambda: (
-                SimpleNamespace(kv_transfer_config=role, parallel_config=alone),
-                None,
-            ),
+            engine_config=lambda: (engine, None),
+            cleaner=lambda *of: lambda group, row: None,
             check_requests_are_known=lambda *of: None,
             row_tensor=lambda *of: None,
             offload_fingerprint=lambda *of: {},
