@@ -33,7 +33,7 @@ from tests.system.sim import (
 from tests.system.sim.runs import Failure, run_seed, run_seeds, try_seeds
 
 CORE_SEEDS = 100
-SEEDS = {"plain": 400, "kept": 20, "shared": 90, "tiers": 210, "disks": 120}
+SEEDS = {"plain": 400, "kept": 20, "shared": 90, "tiers": 210, "disks": 200}
 """By kind of fleet, for each change. Every mutant of all but the kept fleets is noticed within so
 many."""
 NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000, "tiers": 10_000, "disks": 5_000}
