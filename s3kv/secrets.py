@@ -63,7 +63,7 @@ def _read(setting: str, path: str | None, variable: str) -> tuple[str, bytes]:
     where = f"{setting} {path!r}"
     try:
         if os.stat(path).st_mode & 0o004:
-            _warn_once("every user of this host may read %s: `chmod o-r` it", where)
+            _warn_once("s3kv: every user of this host may read %s. Run `chmod o-r` on it", where)
         return where, Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error

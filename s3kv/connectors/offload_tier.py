@@ -49,9 +49,9 @@ from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
 from s3kv.connectors.tier_setup import (
     check_requests_are_known,
     check_rows_are_whole,
-    cleaner,
     engine_config,
     parse_settings,
+    row_eraser,
     row_tensor,
 )
 from s3kv.host.slab import Slab
@@ -112,7 +112,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         offloading = offloading_spec.config
         blocks = offloading.cache.blocks_per_chunk
         check_rows_are_whole(blocks, kv_cache_config)
-        self._clean = cleaner(offloading_spec, kv_cache_config, primary_kv_view)
+        self._erase = row_eraser(offloading_spec, kv_cache_config, primary_kv_view)
         self.planner = OffloadPlanner(
             BucketIndex(),
             Breaker(has_disk=config.disk_path is not None),
@@ -271,7 +271,7 @@ class S3Tier(Guarded, SecondaryTierManager):
     def _send(self, jobs: Iterable[BucketJob]) -> None:
         for job in jobs:
             if job.kind is JobKind.UPLOAD:
-                self._clean(job.key.group, job.slot)
+                self._erase(job.key.group, job.slot)
             self._tier.client.submit(job)
 
     def _cancel(self) -> None:

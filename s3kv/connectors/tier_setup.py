@@ -110,11 +110,11 @@ def row_tensor(vllm_config: VllmConfig, row_bytes: int) -> TensorSpec:
     return TensorSpec("kv", dtype, (row_bytes // item_bytes(dtype),))
 
 
-def cleaner(
+def row_eraser(
     spec: OffloadingSpec, kv_cache_config: KVCacheConfig | None, rows: memoryview
 ) -> Callable[[int, int], None]:
-    """A function that zeroes what vLLM's copy of a group leaves of the earlier content of a row: it
-    may be of any request.
+    """A function that zeroes the bytes of a row that vLLM's copy of a group does not write, which
+    may be KV of any earlier request.
     A row has pages by worker, layer of the largest group, and block. A copy writes the layers of
     its own group, without the padding of pages; of states the last block alone. Rows of other
     forms, and of ranks with different layers, are left as they are (docs/tier.md)."""
@@ -129,7 +129,7 @@ def cleaner(
     (page_bytes,) = pages
     worker_bytes = blocks * config.worker_kv_bytes_per_block
 
-    def clean(group: int, row: int) -> None:
+    def erase(group: int, row: int) -> None:
         layer, layers = groups[group].kv_cache_spec, len(groups[group].layer_names)
         whole = torch.frombuffer(rows, dtype=torch.uint8).view(len(rows), -1)[row]
         workers = whole[: len(whole) // worker_bytes * worker_bytes]
@@ -138,7 +138,7 @@ def cleaner(
         parts[:, :, : (blocks - 1) * isinstance(layer, MambaSpec)] = 0
         parts[..., replace(layer, page_size_padded=None).page_size_bytes :] = 0
 
-    return clean
+    return erase
 
 
 def engine_config() -> tuple[VllmConfig, KVCacheConfig | None]:

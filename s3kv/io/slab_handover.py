@@ -68,7 +68,7 @@ class SlabTaker:
                     continue
                 peer.close()
                 if may_log("refused"):
-                    logger.warning("s3kv: refused a slab of neither this process nor its parent")
+                    logger.warning("s3kv: refused a slab: a process other than the parent sent it")
         if self._offerer is not None:
             self._receive(self._offerer)
 

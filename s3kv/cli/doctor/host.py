@@ -220,7 +220,7 @@ def left_by_kills() -> Finding:
     if not left:
         return Finding("killed engines", "ok", f"none has left memory in {SHM}")
     told = f"killed engines have left {size(sum(left.values()))} in {SHM}"
-    remedy = f"rm {shlex.join(left)}, unless an engine of another container has them"
+    remedy = f"rm {shlex.join(left)}, unless an engine of another container uses them"
     return Finding("killed engines", "warning", told, remedy)
 
 

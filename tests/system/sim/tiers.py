@@ -159,7 +159,7 @@ class TierNode(Node):
             join_vllm_log=lambda: None,
             parse_settings=lambda settings: config,
             engine_config=lambda: (engine, None),
-            cleaner=lambda *of: lambda group, row: None,
+            row_eraser=lambda *of: lambda group, row: None,
             check_requests_are_known=lambda *of: None,
             row_tensor=lambda *of: None,
             offload_fingerprint=lambda *of: {},
